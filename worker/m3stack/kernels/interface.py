@@ -1,0 +1,143 @@
+"""The frozen table of operations a model may call, and the contract each back end must keep.
+
+Letters, the same in every file: T tokens this step, S sequences, H query heads, G KV groups,
+D head dim, P pages of the pool, B tokens per page, J pages of a sequence, K chosen blocks,
+N vision patches, E experts, M model width.
+
+The plain torch functions in the `reference.py` files are the meaning of these operations. A
+faster back end is compared with them before it is timed (`docs/decisions/0003`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class PagedRows:
+    """Where this step's query rows stand in their sequences, and which pages hold their keys.
+
+    Sequence s owns rows `query_start_S1[s] : query_start_S1[s+1]` of the step. Its row i stands at
+    position `seq_lens_S[s] - num_rows(s) + i`. Keys of the rows themselves are already written.
+
+    Attributes:
+        query_start_S1: int32 [S+1], cumulative row counts, first element 0.
+        seq_lens_S: int32 [S], keys visible to the last row of each sequence. A padded row of a
+            graph batch has length 0 and must yield zeros.
+        page_table_SJ: int32 [S, J], physical page of each 128-token block. Entries past
+            `ceil(seq_len / B)` are undefined and must not be read as addresses.
+        max_query_len: largest row count of a sequence (host integer).
+        max_seq_len: largest entry of `seq_lens_S` (host integer, may be an upper bound).
+    """
+
+    query_start_S1: Tensor
+    seq_lens_S: Tensor
+    page_table_SJ: Tensor
+    max_query_len: int
+    max_seq_len: int
+
+
+@dataclass(frozen=True, slots=True)
+class HeadNorms:
+    """Gemma norm weights over one head, shared by all heads: fp32 or model dtype, each [D].
+
+    `index_q` and `index_k` are None on dense layers.
+    """
+
+    q: Tensor
+    k: Tensor
+    index_q: Tensor | None
+    index_k: Tensor | None
+    eps: float
+
+
+@dataclass(frozen=True, slots=True)
+class LayerPages:
+    """One layer's slice of the paged cache; one page id covers K, V and index-K.
+
+    Attributes:
+        k_PGBD, v_PGBD: head-major pages [P, G, B, D], model dtype.
+        index_k_PBD: [P, B, D_index] or None on dense layers.
+    """
+
+    k_PGBD: Tensor
+    v_PGBD: Tensor
+    index_k_PBD: Tensor | None
+
+
+# x [..., M], weight [M], eps -> [..., M]: x * rsqrt(mean(x^2) + eps) * (1 + w), fp32 inside.
+GemmaNorm = Callable[[Tensor, Tensor, float], Tensor]
+
+# gate [..., F], up [..., F], alpha, limit -> [..., F]:
+# g = min(g, limit), u = clamp(u, -limit, limit), (u + 1) * g * sigmoid(alpha * g); fp32 inside.
+SwigluOai = Callable[[Tensor, Tensor, float, float], Tensor]
+
+# q [T,H,D], k [T,G,D], v [T,G,D], index_q [T,G,D] | None, index_k [T,D] | None, norms,
+# cos [T,R/2] fp32, sin [T,R/2] fp32, slots [T] int64, pages -> (q [T,H,D], index_q | None).
+# Norms q, k, index q and index k per head, rotates their first R dims (split-half pairs i and
+# i + R/2), and writes K, V and index-K into slot `page * B + offset`. Rows with a negative slot
+# write nothing.
+AttentionPrologue = Callable[
+    [
+        Tensor,
+        Tensor,
+        Tensor,
+        Tensor | None,
+        Tensor | None,
+        HeadNorms,
+        Tensor,
+        Tensor,
+        Tensor,
+        LayerPages,
+    ],
+    tuple[Tensor, Tensor | None],
+]
+
+# q, k, v [N,H,D], cu_seqlens int32 [rows+1], max_len, scale -> [N,H,D]: full attention in each row.
+VarlenAttention = Callable[[Tensor, Tensor, Tensor, Tensor, int, float], Tensor]
+
+# q [T,H,D], pages, rows, scale -> [T,H,D]: causal attention over every visible key.
+PagedAttention = Callable[[Tensor, LayerPages, PagedRows, float], Tensor]
+
+# index_q [T,G,D], index_k [P,B,D], rows, num_blocks K, num_local_blocks -> int32 [G,T,K].
+# Score of a block: max over its visible keys of the unscaled fp32 dot product. The local blocks
+# (the row's own and those just before it) are always chosen and count inside K; the rest is
+# ranked by score descending, then lower block id; NaN counts as -inf, +0 equals -0. The
+# result is ascending (so the row's own block stands last) and padded with -1 at the tail.
+ChooseBlocks = Callable[[Tensor, Tensor, PagedRows, int, int], Tensor]
+
+# q [T,H,D], pages, blocks int32 [G,T,K], rows, scale -> [T,H,D]: exact softmax over the keys of
+# the chosen blocks at or before the row. Query head h reads KV group h // (H/G).
+BlockAttention = Callable[[Tensor, LayerPages, Tensor, PagedRows, float], Tensor]
+
+# x [T,M], router weight fp32 [E,M], bias fp32 [E], top_k -> (ids int32 [T,k], weights fp32 [T,k]).
+# s = sigmoid(W x) in fp32; the k largest of s + bias, ties to the lower id; weights s / sum(s).
+RouteTokens = Callable[[Tensor, Tensor, Tensor, int], tuple[Tensor, Tensor]]
+
+# x [T,M], gate_up [E,2F,M] (gate rows first), down [E,M,F], ids [T,k], weights [T,k], alpha, limit
+# -> [T,M]: weighted sum of the chosen experts' clamped SwiGLU; negative ids add nothing.
+RunExperts = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, float, float], Tensor]
+
+
+@dataclass(frozen=True, slots=True)
+class Kernels:
+    """One chosen speed for every operation; built once at start by `select.build_kernels`."""
+
+    name: str
+    gemma_norm: GemmaNorm
+    swiglu_oai: SwigluOai
+    attention_prologue: AttentionPrologue
+    varlen_attention: VarlenAttention
+    paged_attention: PagedAttention
+    choose_blocks: ChooseBlocks
+    block_attention: BlockAttention
+    route_tokens: RouteTokens
+    run_experts: RunExperts
+
+
+NO_BLOCK = -1
+INDEX_DTYPE = torch.int32
