@@ -11,6 +11,7 @@ import statistics
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -109,11 +110,11 @@ def measure_ceilings(
         0, 1 << 30, (copy_bytes // 4,), dtype=torch.int32, device="cuda"
     )
     target = torch.empty_like(source)
-    copied = time_stream([lambda: target.copy_(source)], replays=10).median_us
+    copied = time_stream([partial(target.copy_, source)], replays=10).median_us
     del source, target
     left = torch.randn(matmul_width, matmul_width, dtype=torch.bfloat16, device="cuda")
     right = torch.randn_like(left)
-    multiplied = time_stream([lambda: left @ right], replays=10).median_us
+    multiplied = time_stream([partial(torch.matmul, left, right)], replays=10).median_us
     return Ceilings(
         copy_bytes_per_s=2 * copy_bytes / copied * 1e6,
         matmul_flops_per_s=2 * matmul_width**3 / multiplied * 1e6,
@@ -166,9 +167,8 @@ def run_case(case: Case, ceilings: Ceilings) -> Row:
         prepared.check()
     except CheckFailed as failure:
         return Row(case.name, case.shape, None, error=f"refused, not timed: {failure}")
-    except (
-        Exception
-    ) as failure:  # one broken case must not hide the figures of the others
+    # one broken case must not hide the figures of the others
+    except Exception as failure:  # noqa: BLE001
         traceback.print_exc()
         return Row(
             case.name, case.shape, None, error=f"{type(failure).__name__}: {failure}"

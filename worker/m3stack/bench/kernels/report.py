@@ -14,16 +14,16 @@ from m3stack.bench.kernels.harness import Ceilings, Row
 
 def text_table(rows: Sequence[Row], ceilings: Ceilings) -> str:
     """Measured, floor, share of floor and ratio to dense, one line a row."""
-    lines = [
+    machine = (
         f"{ceilings.device}, {ceilings.versions}; ceilings of this run: "
         f"copy {ceilings.copy_bytes_per_s / 1e12:.2f} TB/s, "
-        f"bf16 matrix product {ceilings.matmul_flops_per_s / 1e12:.0f} TFLOP/s",
+        f"bf16 matrix product {ceilings.matmul_flops_per_s / 1e12:.0f} TFLOP/s"
+    )
+    header = (
         f"{'name':34} {'us':>9} {'spread':>15} {'floor':>9} {'of floor':>8} "
-        f"{'dense':>9} {'ratio':>6} {'TFLOP/s':>8}  peers",
-    ]
-    for row in rows:
-        lines.append(_line(row))
-    return "\n".join(lines)
+        f"{'dense':>9} {'ratio':>6} {'TFLOP/s':>8}  peers"
+    )
+    return "\n".join([machine, header, *map(_line, rows)])
 
 
 def _line(row: Row) -> str:
@@ -91,11 +91,11 @@ def write_picture(path: Path, rows: Sequence[Row]) -> None:
     low, high = min(values) * 0.7, max(values) * 1.3
     left, width, step = 230, 620, 54
     height = step * len(bars) + 50
+    size = f'width="{left + width + 110}" height="{height}"'
+    legend = "microseconds, logarithmic: floor (grey), measured (blue), dense attention (amber)"
     parts_svg = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" width="{left + width + 110}" height="{height}" '
-        f'font-family="sans-serif" font-size="12"><rect width="100%" height="100%" fill="white"/>'
-        f'<text x="10" y="20">microseconds, logarithmic: floor (grey), measured (blue), '
-        f"dense attention (amber)</text>"
+        f'<svg xmlns="http://www.w3.org/2000/svg" {size} font-family="sans-serif" font-size="12">',
+        f'<rect width="100%" height="100%" fill="white"/><text x="10" y="20">{legend}</text>',
     ]
     for index, (row, parts) in enumerate(bars):
         top = 36 + index * step
