@@ -1,0 +1,146 @@
+"""Plain data that travels between the RPC side and the engine; no torch, no proto."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import Enum
+
+from m3stack.errors import ErrorKind
+
+
+class MediaKind(Enum):
+    IMAGE = 1
+    VIDEO = 2
+
+
+class FinishReason(Enum):
+    STOP = 1
+    LENGTH = 2
+
+
+@dataclass(frozen=True, slots=True)
+class Sampling:
+    """How tokens are chosen; ranges as in `worker.proto`, checked at the RPC edge."""
+
+    temperature: float
+    top_p: float
+    top_k: int
+    min_p: float
+    seed: int
+    max_tokens: int
+    min_tokens: int
+    ignore_eos: bool
+    repetition_penalty: float
+    presence_penalty: float
+    frequency_penalty: float
+    logprobs: bool
+    top_logprobs: int
+    stop_token_ids: frozenset[int]
+    logit_bias: Mapping[int, float]
+
+
+@dataclass(frozen=True, slots=True)
+class PatchFormat:
+    """How patch bytes are read: u8 rows, `(x / 255 - mean) / std` per channel."""
+
+    mean: tuple[float, ...]
+    std: tuple[float, ...]
+    channels: int
+    patch_size: int
+    temporal_patch_size: int
+    merge_size: int
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """A run of placeholder ids in the prompt."""
+
+    offset: int
+    length: int
+
+
+@dataclass(frozen=True, slots=True)
+class MediaItem:
+    """One picture or clip of a request.
+
+    Attributes:
+        media_hash: 32 bytes; equal hashes mean equal patches.
+        grid_thw: temporal patches, rows, columns of the patch grid.
+        frames_per_patch: frames stored in a patch row (1 for stills).
+        spans: where its merged tokens stand in the prompt, in order.
+        patches: u8 rows, `t*h*w` of `channels*frames_per_patch*patch_size^2` bytes each; None if
+            the worker still holds the item's embeddings.
+    """
+
+    kind: MediaKind
+    media_hash: bytes
+    grid_thw: tuple[int, int, int]
+    frames_per_patch: int
+    spans: tuple[Span, ...]
+    patches: bytes | bytearray | memoryview | None
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """One accepted request; immutable. All checks against the model's limits are done."""
+
+    request_id: str
+    prompt_token_ids: tuple[int, ...]
+    sampling: Sampling
+    patch_format: PatchFormat | None = None
+    media: tuple[MediaItem, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLogprob:
+    """Log-probability of a chosen token (after temperature 1, before filters), and alternatives."""
+
+    logprob: float
+    top: tuple[tuple[int, float], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Usage:
+    prompt_tokens: int
+    cached_tokens: int
+    completion_tokens: int
+    image_tokens: int
+    video_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class Started:
+    """The request has left the queue."""
+
+    queue_ms: int
+    cached_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class Tokens:
+    """Tokens in order; `logprobs` is empty or one entry a token."""
+
+    token_ids: tuple[int, ...]
+    logprobs: tuple[TokenLogprob, ...] = field(default=())
+
+
+@dataclass(frozen=True, slots=True)
+class Finished:
+    """The one successful end of a request."""
+
+    reason: FinishReason
+    stop_token_id: int | None
+    usage: Usage
+
+
+@dataclass(frozen=True, slots=True)
+class Failed:
+    """The one unsuccessful end of a request."""
+
+    kind: ErrorKind
+    message: str
+    param: str = ""
+
+
+Event = Started | Tokens | Finished | Failed
