@@ -1,0 +1,77 @@
+# Every job a person or CI runs. `make help` lists them.
+# Fresh machine: `make demo` (sees it work) and `make test` (every test CI runs).
+
+SHELL := /bin/bash
+.SHELLFLAGS := -eu -o pipefail -c
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+GATEWAY_SOURCES := $(shell find gateway proto -name '*.rs' -o -name '*.toml' -o -name '*.proto' 2>/dev/null) Cargo.toml Cargo.lock
+GENERATED := worker/m3stack/worker/v1
+
+.PHONY: help setup build demo serve test test-rust test-python lint proto soak bench release clean
+
+help: ## list the jobs
+	@awk -F':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+
+setup: $(VENV)/.packages ## install what is missing: system tools, then a virtual environment
+
+$(VENV)/.system:
+	@scripts/install-system.sh
+	@$(PYTHON) -m venv $(VENV)
+	@touch $@
+
+$(VENV)/.packages: pyproject.toml scripts/pins.txt | $(VENV)/.system
+	@echo "==> Python packages into $(VENV) (torch is about 3 GB)"
+	@$(BIN)/python scripts/install_packages.py pyproject.toml scripts/pins.txt test lint
+	@touch $@
+
+build: $(VENV)/.built ## compile the gateway and install m3stack into the virtual environment
+
+$(VENV)/.built: $(VENV)/.packages $(GATEWAY_SOURCES)
+	@echo "==> compiling the gateway (a few minutes the first time)"
+	@cargo build --locked -p gateway-server --bins
+	@env -u CONDA_PREFIX VIRTUAL_ENV=$(abspath $(VENV)) $(BIN)/maturin develop --locked --skip-install --quiet
+	@$(BIN)/python scripts/link_package.py
+	@touch $@
+
+demo: build ## start everything, send a text, a picture and a clip, print the answers, stop
+	@$(BIN)/python examples/demo.py
+
+serve: build ## gateway and worker on the built-in model; stays up until Ctrl-C
+	@$(BIN)/m3stack up
+
+test: lint test-rust test-python ## every test CI runs
+
+test-rust: build ## unit, property and HTTP tests of the gateway
+	@cargo test --locked --workspace --exclude gateway-python --quiet
+
+test-python: build ## the worker, parity with transformers, and the whole system end to end
+	@OMP_NUM_THREADS=1 $(BIN)/pytest
+
+lint: build ## formatting, lints, types, dependency rules, line budget, generated code
+	@cargo fmt --all --check
+	@cargo clippy --locked --workspace --all-targets --quiet -- -D warnings
+	@$(BIN)/ruff format --check worker tests examples scripts
+	@$(BIN)/ruff check worker tests examples scripts
+	@$(BIN)/pyright
+	@$(BIN)/lint-imports --no-cache
+	@$(BIN)/buf lint
+	@$(BIN)/python scripts/check_tree.py
+
+proto: $(VENV)/.packages ## regenerate the Python side of the proto
+	@$(BIN)/python -m grpc_tools.protoc -Iproto --python_out=worker --pyi_out=worker \
+	  --grpc_python_out=worker proto/m3stack/worker/v1/worker.proto
+
+soak: build ## the long tests: load, chaos, fuzzing
+	@OMP_NUM_THREADS=1 $(BIN)/pytest -m soak --timeout 1800
+
+bench: build ## gateway overhead against a scripted worker
+	@$(BIN)/m3stack bench gateway
+
+release: $(VENV)/.packages ## an optimised wheel in dist/ and the gateway binary in target/release/
+	@cargo build --locked --release -p gateway-server --bin m3stack-gateway
+	@$(BIN)/maturin build --locked --release --out dist
+
+clean: ## remove what was built
+	@rm -rf target dist $(VENV)
