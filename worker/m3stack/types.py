@@ -143,4 +143,29 @@ class Failed:
     param: str = ""
 
 
-Event = Started | Tokens | Finished | Failed
+@dataclass(frozen=True, slots=True)
+class MediaSettled:
+    """The request's uploaded patches are gone; never sent to a client."""
+
+
+Event = Started | Tokens | Finished | Failed | MediaSettled
+
+
+class WorkerState(Enum):
+    """Life of a worker; value = proto number."""
+
+    LOADING = 1
+    READY = 2
+    DRAINING = 3
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """How busy a worker is; fields as in `worker.proto`."""
+
+    running_requests: int
+    waiting_requests: int
+    waiting_prompt_tokens: int
+    used_pages: int
+    total_pages: int
+    steps: int

@@ -1,0 +1,374 @@
+"""The main loop: drain the inbox, plan, execute, commit, deliver.
+
+One thread owns everything that changes: scheduler, pages, runner. Everyone else posts to the
+inbox. Whatever happens, every submitted request gets exactly one Finished or Failed, unless it
+was cancelled, which gets nothing more.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import queue
+import threading
+import time
+from collections.abc import Callable, Iterable
+from collections.abc import Sequence as ReadOnlySequence
+from dataclasses import dataclass
+
+from m3stack.cache.media import MediaLedger
+from m3stack.cache.prefix import PrefixCache
+from m3stack.engine.plan import FatalStepError, StepPlan
+from m3stack.engine.runner import Runner
+from m3stack.engine.scheduler import Scheduler
+from m3stack.engine.sequence import Sequence, place_media
+from m3stack.errors import ErrorKind, WorkerError
+from m3stack.telemetry import WorkerMetrics
+from m3stack.types import Event, Failed, Finished, Load, MediaSettled, Request, Started, Tokens
+
+_log = logging.getLogger(__name__)
+
+Deliver = Callable[[ReadOnlySequence[tuple[int, Event]]], None]
+
+
+@dataclass(frozen=True, slots=True)
+class EngineSettings:
+    """Numbers the engine needs of model and configuration.
+
+    Attributes:
+        page_tokens: tokens of a page.
+        max_context_tokens: prompt and output together.
+        eos_token_id: ends a request unless it ignores that.
+        max_failed_steps: steps that may fail in a row before the engine gives up.
+    """
+
+    page_tokens: int
+    max_context_tokens: int
+    eos_token_id: int
+    max_failed_steps: int = 3
+
+
+@dataclass(frozen=True, slots=True)
+class EngineParts:
+    """What the engine thread takes over; nobody else may touch scheduler, pages and runner."""
+
+    scheduler: Scheduler
+    pages: PrefixCache
+    runner: Runner
+    media: MediaLedger
+    metrics: WorkerMetrics
+
+
+@dataclass(frozen=True, slots=True)
+class _Submit:
+    handle: int
+    request: Request
+    submitted_at: float
+
+
+@dataclass(frozen=True, slots=True)
+class _Cancel:
+    handle: int
+
+
+@dataclass(frozen=True, slots=True)
+class _ForgetPrefixes:
+    done: Callable[[int], None]
+
+
+@dataclass(frozen=True, slots=True)
+class _Stop:
+    pass
+
+
+_Message = _Submit | _Cancel | _ForgetPrefixes | _Stop
+
+
+@dataclass(slots=True)
+class _Live:
+    """A request that has not ended."""
+
+    sequence: Sequence
+    submitted_at: float
+    last_token_at: float | None = None
+
+
+class Engine:
+    """Runs requests until stopped.
+
+    Args:
+        parts: handed over for good.
+        settings: fixed numbers.
+        deliver: called on the engine thread with the events of a step, in order; must be quick.
+        on_exit: called on the engine thread when it ends, with what went wrong or None.
+        clock: seconds, monotonic.
+    """
+
+    def __init__(
+        self,
+        parts: EngineParts,
+        settings: EngineSettings,
+        *,
+        deliver: Deliver,
+        on_exit: Callable[[BaseException | None], None],
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._scheduler = parts.scheduler
+        self._pages = parts.pages
+        self._runner = parts.runner
+        self._media = parts.media
+        self._metrics = parts.metrics
+        self._settings = settings
+        self._deliver = deliver
+        self._on_exit = on_exit
+        self._clock = clock
+        self._inbox: queue.SimpleQueue[_Message] = queue.SimpleQueue()
+        self._inbox_lock = threading.Lock()
+        self._is_closed = False
+        self._live: dict[int, _Live] = {}
+        self._num_steps = 0
+        self._failed_in_a_row = 0
+        self._step_started_at: float | None = None
+        self._load = self._measure_load()
+        self._thread = threading.Thread(target=self._run, name="m3stack-engine", daemon=True)
+
+    @property
+    def load(self) -> Load:
+        """As of the last step; may be read from any thread."""
+        return self._load
+
+    @property
+    def step_age_s(self) -> float:
+        """How long the step in progress has been running, 0 if none is; any thread."""
+        started_at = self._step_started_at
+        return 0.0 if started_at is None else self._clock() - started_at
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def stop(self) -> None:
+        """Asks the engine to end after the step in progress; live requests fail."""
+        self._inbox.put(_Stop())
+
+    def join(self, timeout_s: float | None = None) -> bool:
+        """Waits for the thread; False if it is still running."""
+        self._thread.join(timeout_s)
+        return not self._thread.is_alive()
+
+    def submit(self, handle: int, request: Request) -> None:
+        """Takes over a checked request and its media pins; events follow under its handle.
+
+        Raises:
+            WorkerError: the engine has ended; the pins stay with the caller.
+        """
+        self._post(_Submit(handle, request, self._clock()))
+
+    def cancel(self, handle: int) -> None:
+        """Ends a request at the next step without a further event; too late is no error."""
+        self._inbox.put(_Cancel(handle))
+
+    def forget_prefixes(self, done: Callable[[int], None]) -> None:
+        """Empties the prefix cache; `done` is called on the engine thread with the pages freed."""
+        self._post(_ForgetPrefixes(done))
+
+    def _post(self, message: _Message) -> None:
+        with self._inbox_lock:
+            if self._is_closed:
+                raise WorkerError(ErrorKind.WORKER_UNAVAILABLE, "the engine has stopped")
+            self._inbox.put(message)
+
+    def _run(self) -> None:
+        failure: BaseException | None = None
+        try:
+            while self._take_messages():
+                self._turn()
+        except BaseException as error:
+            failure = error
+            _log.critical("engine_failed error=%s", type(error).__name__, exc_info=error)
+        try:
+            self._close(failure)
+        finally:
+            self._on_exit(failure)
+
+    def _take_messages(self) -> bool:
+        """Handles what is in the inbox, waiting for something to do; False after a stop."""
+        while True:
+            try:
+                message = self._inbox.get(block=not self._scheduler.has_work)
+            except queue.Empty:
+                return True
+            if isinstance(message, _Stop):
+                return False
+            self._handle(message)
+
+    def _handle(self, message: _Message) -> None:
+        if isinstance(message, _Submit):
+            self._accept(message)
+        elif isinstance(message, _Cancel):
+            if self._scheduler.cancel(message.handle):
+                self._forget(message.handle)
+                self._metrics.request_ended("cancelled")
+        elif isinstance(message, _ForgetPrefixes):
+            message.done(self._pages.reset())
+        self._load = self._measure_load()
+
+    def _accept(self, message: _Submit) -> None:
+        request = message.request
+        sampling = request.sampling
+        eos = frozenset[int]() if sampling.ignore_eos else {self._settings.eos_token_id}
+        sequence = Sequence(
+            message.handle,
+            _without_patches(request),
+            page_tokens=self._settings.page_tokens,
+            stop_ids=sampling.stop_token_ids | eos,
+            max_context_tokens=self._settings.max_context_tokens,
+        )
+        self._live[message.handle] = _Live(sequence, message.submitted_at)
+        if not self._scheduler.fits(sequence):
+            self._refuse(message.handle, sequence)
+            return
+        try:
+            self._runner.begin(message.handle, request, stop_ids=sequence.stop_ids)
+        except Exception as error:
+            _log.exception("request_setup_failed handle=%d", message.handle)
+            text = f"the request could not be set up: {type(error).__name__}"
+            self._send([(message.handle, Failed(ErrorKind.INTERNAL, text))])
+            return
+        self._scheduler.add(sequence)
+
+    def _refuse(self, handle: int, sequence: Sequence) -> None:
+        size = self._settings.page_tokens
+        text = (
+            f"prompt and output may reach {sequence.num_prompt + sequence.max_output} tokens, "
+            f"{sequence.pages_at_most} cache pages of {size}; this worker has "
+            f"{self._pages.num_pages}"
+        )
+        self._send([(handle, Failed(ErrorKind.CONTEXT_TOO_LONG, text, "sampling.max_tokens"))])
+
+    def _turn(self) -> None:
+        plan = self._scheduler.plan()
+        self._announce(plan)
+        started_at = self._step_started_at = self._clock()
+        try:
+            result = self._runner.execute(plan)
+        except FatalStepError:
+            raise
+        except Exception as error:
+            events = self._step_failed(plan, error)
+        else:
+            self._failed_in_a_row = 0
+            settled = [(handle, MediaSettled()) for handle in result.settled]
+            events = [*settled, *self._scheduler.commit(plan, result)]
+        self._step_started_at = None
+        self._num_steps += 1
+        self._load = self._measure_load()
+        self._observe(plan, started_at)
+        self._send(events)
+
+    def _announce(self, plan: StepPlan) -> None:
+        now = self._clock()
+        started: list[tuple[int, Event]] = []
+        for admission in plan.admissions:
+            live = self._live[admission.handle]
+            queue_s = now - live.submitted_at
+            self._metrics.request_started(
+                queue_s,
+                prompt_tokens=live.sequence.num_prompt,
+                cached_tokens=admission.cached_tokens,
+            )
+            event = Started(queue_ms=int(queue_s * 1000), cached_tokens=admission.cached_tokens)
+            started.append((admission.handle, event))
+        if started:
+            self._deliver(started)
+
+    def _step_failed(self, plan: StepPlan, error: Exception) -> list[tuple[int, Event]]:
+        self._failed_in_a_row += 1
+        self._metrics.step_failed()
+        _log.error(
+            "step_failed rows=%d tokens=%d in_a_row=%d",
+            len(plan.rows),
+            plan.num_tokens,
+            self._failed_in_a_row,
+            exc_info=error,
+        )
+        if self._failed_in_a_row >= self._settings.max_failed_steps:
+            raise error
+        return self._scheduler.abandon(plan, f"a model step failed: {type(error).__name__}")
+
+    def _observe(self, plan: StepPlan, started_at: float) -> None:
+        metrics, load = self._metrics, self._load
+        is_decode = all(len(row.token_ids) == 1 for row in plan.rows)
+        metrics.step_done(
+            self._clock() - started_at, num_tokens=plan.num_tokens, is_decode=is_decode
+        )
+        metrics.preempted(len(plan.preempted))
+        metrics.media_encoded(len(plan.encodes))
+        metrics.set_load(load, cached_pages=self._pages.num_cached)
+        metrics.set_media_bytes(self._media.booked_bytes)
+
+    def _send(self, events: ReadOnlySequence[tuple[int, Event]]) -> None:
+        """Delivers events, and lets go of the requests that end with them."""
+        if not events:
+            return
+        now = self._clock()
+        for handle, event in events:
+            live = self._live[handle]
+            if isinstance(event, Tokens):
+                since = live.submitted_at if live.last_token_at is None else live.last_token_at
+                self._metrics.token_made(now - since, is_first=live.last_token_at is None)
+                live.last_token_at = now
+            elif isinstance(event, Finished):
+                self._metrics.request_ended(event.reason.name.lower())
+                self._forget(handle)
+            elif isinstance(event, Failed):
+                self._metrics.request_ended(event.kind.name.lower())
+                self._forget(handle)
+        self._deliver(events)
+
+    def _forget(self, handle: int) -> None:
+        live = self._live.pop(handle)
+        self._runner.forget(handle)
+        self._media.release([item.key for item in live.sequence.media])
+
+    def _close(self, failure: BaseException | None) -> None:
+        """Ends every request, those still in the inbox included."""
+        with self._inbox_lock:
+            self._is_closed = True
+        self._step_started_at = None
+        kind = ErrorKind.WORKER_UNAVAILABLE if failure is None else ErrorKind.INTERNAL
+        text = "the worker was stopped" if failure is None else "the engine failed and has stopped"
+        events: list[tuple[int, Event]] = [(h, Failed(kind, text)) for h in self._live]
+        for live in self._live.values():
+            self._media.release([item.key for item in live.sequence.media])
+        self._live.clear()
+        for message in _rest(self._inbox):
+            if isinstance(message, _Submit):
+                self._media.release([m.key for m in place_media(message.request)])
+                events.append((message.handle, Failed(kind, text)))
+            elif isinstance(message, _ForgetPrefixes):
+                message.done(0)
+        for _ in events:
+            self._metrics.request_ended(kind.name.lower())
+        if events:
+            self._deliver(events)
+
+    def _measure_load(self) -> Load:
+        return Load(
+            running_requests=self._scheduler.num_running,
+            waiting_requests=self._scheduler.num_waiting,
+            waiting_prompt_tokens=self._scheduler.num_pending_prompt_tokens,
+            used_pages=self._pages.num_used,
+            total_pages=self._pages.num_pages,
+            steps=self._num_steps,
+        )
+
+
+def _without_patches(request: Request) -> Request:
+    # the runner owns the patches from here on: no second reference may keep them alive
+    media = tuple(dataclasses.replace(item, patches=None) for item in request.media)
+    return dataclasses.replace(request, media=media)
+
+
+def _rest(inbox: queue.SimpleQueue[_Message]) -> Iterable[_Message]:
+    while not inbox.empty():
+        yield inbox.get_nowait()

@@ -1,0 +1,124 @@
+"""Builds the tensors of a step from its plan."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from m3stack.batch import DeviceBatch, MediaRows
+from m3stack.engine.plan import Row
+from m3stack.engine.sequence import PlacedMedia
+from m3stack.kernels.interface import PagedRows
+
+
+class InputBuilder:
+    """Turns rows of a plan into a `DeviceBatch`.
+
+    Args:
+        page_tokens: tokens B of a page.
+        device: where the batch goes.
+    """
+
+    def __init__(self, page_tokens: int, device: torch.device) -> None:
+        self._page_tokens = page_tokens
+        self._device = device
+
+    def build(self, rows: Sequence[Row], media: tuple[MediaRows, ...]) -> DeviceBatch:
+        """The batch of a step.
+
+        Args:
+            rows: at least one.
+            media: as `media_rows` gave them for the same rows.
+        """
+        lengths = [len(row.token_ids) for row in rows]
+        query_start = [0]
+        for length in lengths:
+            query_start.append(query_start[-1] + length)
+        seq_lens = [row.end for row in rows]
+        page_table_SJ = self._page_table(rows)
+        lengths_S = torch.tensor(lengths)
+        row_of_T = torch.repeat_interleave(torch.arange(len(rows)), lengths_S)
+        # position = start of the sequence's chunk + distance from its first row
+        offsets_S = torch.tensor(
+            [row.start - start for row, start in zip(rows, query_start, strict=False)]
+        )
+        positions_T = torch.arange(query_start[-1]) + offsets_S[row_of_T]
+        pages_T = page_table_SJ[row_of_T, positions_T // self._page_tokens].to(torch.int64)
+        slots_T = pages_T * self._page_tokens + positions_T % self._page_tokens
+        token_ids = [token for row in rows for token in row.token_ids]
+        sample_rows = [
+            query_start[index + 1] - 1
+            for index, row in enumerate(rows)
+            if row.output_index is not None
+        ]
+        return DeviceBatch(
+            token_ids_T=self._send(torch.tensor(token_ids, dtype=torch.int64)),
+            positions_T=self._send(positions_T),
+            slots_T=self._send(slots_T),
+            rows=PagedRows(
+                query_start_S1=self._send(torch.tensor(query_start, dtype=torch.int32)),
+                seq_lens_S=self._send(torch.tensor(seq_lens, dtype=torch.int32)),
+                page_table_SJ=self._send(page_table_SJ),
+                max_query_len=max(lengths),
+                max_seq_len=max(seq_lens),
+            ),
+            sample_rows_S=self._send(torch.tensor(sample_rows, dtype=torch.int64)),
+            media=media,
+        )
+
+    def _page_table(self, rows: Sequence[Row]) -> Tensor:
+        """int32 [S, J]; entries past a row's pages repeat page 0 and are not to be used."""
+        counts = [-(-row.end // self._page_tokens) for row in rows]
+        width = max(counts)
+        table = [
+            [*row.pages[:count], *([0] * (width - count))]
+            for row, count in zip(rows, counts, strict=True)
+        ]
+        return torch.tensor(table, dtype=torch.int32)
+
+    def _send(self, tensor: Tensor) -> Tensor:
+        if self._device.type == "cpu":
+            return tensor
+        # pinned memory lets the copy run beside the host; torch keeps it alive until done
+        return tensor.pin_memory().to(self._device, non_blocking=True)
+
+
+def media_rows(
+    rows: Sequence[Row],
+    media_of: Callable[[int], tuple[PlacedMedia, ...]],
+    features_of: Callable[[bytes], Tensor],
+) -> tuple[MediaRows, ...]:
+    """Which features replace which rows of a step.
+
+    Args:
+        rows: rows of the plan, in order.
+        media_of: placed media of a sequence, by handle.
+        features_of: [n, M] features, by key.
+    """
+    result: list[MediaRows] = []
+    first_row = 0
+    for row in rows:
+        for item in media_of(row.handle):
+            if item.first >= row.end or item.end <= row.start:
+                continue
+            first_feature = 0
+            for span in item.spans:
+                low = max(span.offset, row.start)
+                high = min(span.offset + span.length, row.end)
+                if low < high:
+                    features = features_of(item.key)
+                    feature = first_feature + low - span.offset
+                    start = first_row + low - row.start
+                    result.append(
+                        MediaRows(
+                            rows_N=torch.arange(
+                                start, start + high - low, device=features.device
+                            ),
+                            features_NM=features[feature : feature + high - low],
+                        )
+                    )
+                first_feature += span.length
+        first_row += len(row.token_ids)
+    return tuple(result)

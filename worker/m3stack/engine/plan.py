@@ -1,0 +1,96 @@
+"""What a step does and what came of it, in plain integers."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from m3stack.types import TokenLogprob
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """Consecutive tokens of one sequence in a step.
+
+    Attributes:
+        handle: the sequence.
+        start: position of the first token; everything before it is in the cache.
+        token_ids: the tokens, at least one.
+        pages: page numbers of the sequence, enough to hold the last token. Valid until commit.
+        output_index: number of the output token that the last row's logits choose, or None if
+            the prompt goes on and nothing is sampled.
+    """
+
+    handle: int
+    start: int
+    token_ids: Sequence[int]
+    pages: Sequence[int]
+    output_index: int | None
+
+    @property
+    def end(self) -> int:
+        return self.start + len(self.token_ids)
+
+
+@dataclass(frozen=True, slots=True)
+class EncodeItem:
+    """A media item whose features this step computes before its forward."""
+
+    handle: int
+    key: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Admission:
+    """A sequence that leaves the queue for the first time."""
+
+    handle: int
+    cached_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class StepPlan:
+    """One step: at most one row a sequence, one-token rows first.
+
+    Attributes:
+        rows: never empty unless nothing can run.
+        encodes: media items to encode first, no key twice.
+        admissions: sequences that run for the first time.
+        preempted: sequences that lost their pages and will recompute.
+    """
+
+    rows: tuple[Row, ...]
+    encodes: tuple[EncodeItem, ...] = ()
+    admissions: tuple[Admission, ...] = ()
+    preempted: tuple[int, ...] = ()
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(len(row.token_ids) for row in self.rows)
+
+
+@dataclass(frozen=True, slots=True)
+class Sampled:
+    """A chosen token; `logprob` is there if the request asked for it."""
+
+    token_id: int
+    logprob: TokenLogprob | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class StepResult:
+    """What a step gave.
+
+    Attributes:
+        sampled: one entry for each row with an `output_index` that did not fail.
+        failures: what went wrong with single sequences of the plan; they end with it.
+        settled: sequences whose uploaded patches are no longer needed since this step.
+    """
+
+    sampled: Mapping[int, Sampled]
+    failures: Mapping[int, str] = field(default_factory=dict)
+    settled: tuple[int, ...] = ()
+
+
+class FatalStepError(Exception):
+    """The device is lost: no further step can succeed."""

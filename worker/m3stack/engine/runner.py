@@ -1,0 +1,124 @@
+"""Executes a plan: encode media, build tensors, forward, sample, bring tokens to the host."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from m3stack.batch import DeviceBatch, LayerCache
+from m3stack.engine.encoder import Encoder
+from m3stack.engine.inputs import InputBuilder, media_rows
+from m3stack.engine.plan import FatalStepError, Sampled, StepPlan, StepResult
+from m3stack.engine.sampler import Sampler, SampleRow
+from m3stack.engine.sequence import PlacedMedia, place_media
+from m3stack.types import Request
+
+Forward = Callable[[DeviceBatch, LayerCache], Tensor]
+
+
+class Runner(Protocol):
+    """What the engine needs of whoever executes its plans. All calls come from one thread."""
+
+    def begin(self, handle: int, request: Request, *, stop_ids: frozenset[int]) -> None:
+        """Takes over what the request's steps will need, its patches included."""
+
+    def forget(self, handle: int) -> None:
+        """Frees what `begin` and the request's steps have made."""
+
+    def execute(self, plan: StepPlan) -> StepResult:
+        """Runs a step to its end.
+
+        Raises:
+            FatalStepError: no further step can succeed.
+            Exception: whatever else went wrong with the step as a whole.
+        """
+
+
+class ModelRunner:
+    """The runner over a real model and its cache.
+
+    Args:
+        forward: the model's text decoder, to fp32 logits of the sampled rows.
+        caches: pages of all layers.
+        encoder: media features.
+        inputs: builds the batches.
+        sampler: chooses the tokens.
+    """
+
+    def __init__(
+        self,
+        forward: Forward,
+        caches: LayerCache,
+        *,
+        encoder: Encoder,
+        inputs: InputBuilder,
+        sampler: Sampler,
+    ) -> None:
+        self._forward = forward
+        self._caches = caches
+        self._encoder = encoder
+        self._inputs = inputs
+        self._sampler = sampler
+        self._media: dict[int, tuple[PlacedMedia, ...]] = {}
+
+    def begin(self, handle: int, request: Request, *, stop_ids: frozenset[int]) -> None:
+        self._sampler.begin(
+            handle,
+            request.sampling,
+            prompt_token_ids=request.prompt_token_ids,
+            stop_ids=stop_ids,
+        )
+        self._encoder.begin(handle, request)
+        self._media[handle] = place_media(request)
+
+    def forget(self, handle: int) -> None:
+        self._sampler.forget(handle)
+        self._encoder.forget(handle)
+        self._media.pop(handle, None)
+
+    @torch.inference_mode()
+    def execute(self, plan: StepPlan) -> StepResult:
+        try:
+            return self._execute(plan)
+        except torch.AcceleratorError as error:
+            # a device error is sticky: everything after it would fail as well
+            raise FatalStepError(str(error)) from error
+
+    def _execute(self, plan: StepPlan) -> StepResult:
+        failures = dict(self._encode(plan))
+        rows = [row for row in plan.rows if row.handle not in failures]
+        settled = tuple(row.handle for row in rows if self._encoder.settle(row.handle))
+        if not rows:
+            return StepResult(sampled={}, failures=failures, settled=settled)
+        media = media_rows(rows, self._media.__getitem__, self._encoder.features)
+        batch = self._inputs.build(rows, media)
+        logits_SV = self._forward(batch, self._caches)
+        sample_rows = [
+            SampleRow(row.handle, row.output_index) for row in rows if row.output_index is not None
+        ]
+        sampled: dict[int, Sampled] = {}
+        if sample_rows:
+            for handle, choice in self._sampler.sample(logits_SV, sample_rows).items():
+                if choice is None:
+                    failures[handle] = "the model gave no finite logits"
+                else:
+                    sampled[handle] = choice
+        return StepResult(sampled=sampled, failures=failures, settled=settled)
+
+    def _encode(self, plan: StepPlan) -> Mapping[int, str]:
+        """Encodes what the plan names; also fails the rows that needed an item that failed."""
+        failures = dict(
+            self._encoder.run([(encode.handle, encode.key) for encode in plan.encodes])
+        )
+        broken = {encode.key for encode in plan.encodes if encode.handle in failures}
+        if not broken:
+            return failures
+        for row in plan.rows:
+            for item in self._media[row.handle]:
+                # a failed request may have brought items that did encode; those others may use
+                if item.key in broken and not self._encoder.holds(item.key):
+                    failures.setdefault(row.handle, "the vision encoder failed")
+        return failures

@@ -1,0 +1,227 @@
+"""Logits to tokens and log-probabilities, each row by its own request's rules and seed.
+
+A row's result depends on its logits, its request and its output index, never on the other rows:
+every operation works along the vocabulary only, and randomness is a function of
+(seed, output index).
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from m3stack.engine.plan import Sampled
+from m3stack.types import Sampling, TokenLogprob
+
+_NO_TOKEN = -1
+
+
+@dataclass(frozen=True, slots=True)
+class SampleRow:
+    """A row of logits to choose from: whose it is, and which output token it gives."""
+
+    handle: int
+    output_index: int
+
+
+@dataclass(slots=True)
+class _Rules:
+    """What the sampler keeps of a request.
+
+    Attributes:
+        sampling: as asked.
+        bias_V: fp32, added to the logits; None if nothing is added.
+        stop_V: ids that must not be sampled before `min_tokens`; None if there are none.
+        prompt_seen_V: bool, ids of the prompt; None unless a repetition penalty needs it.
+        output_counts_V: fp32, occurrences in the output; None unless a penalty needs it.
+    """
+
+    sampling: Sampling
+    bias_V: Tensor | None
+    stop_V: Tensor | None
+    prompt_seen_V: Tensor | None
+    output_counts_V: Tensor | None
+
+    @property
+    def changes_logits(self) -> bool:
+        return (
+            self.bias_V is not None or self.stop_V is not None or self.output_counts_V is not None
+        )
+
+
+class Sampler:
+    """Chooses tokens; owned by the runner.
+
+    Log-probabilities are those of the model: of the logits as they come, before bias, penalties,
+    temperature and filters. Filters act in the order top-k, top-p, min-p on the distribution after
+    temperature, each on what the one before left. At temperature 0, and among equal logits, the
+    lower id wins.
+
+    Args:
+        vocab_size: width of the logits.
+        device: where they are.
+    """
+
+    def __init__(self, vocab_size: int, device: torch.device) -> None:
+        self._vocab_size = vocab_size
+        self._device = device
+        self._rules: dict[int, _Rules] = {}
+
+    def begin(
+        self,
+        handle: int,
+        sampling: Sampling,
+        *,
+        prompt_token_ids: Sequence[int],
+        stop_ids: frozenset[int],
+    ) -> None:
+        """Prepares for a request; `stop_ids` are those that really end it."""
+        counts = prompt_seen = None
+        has_repetition = sampling.repetition_penalty != 1.0
+        if has_repetition or sampling.presence_penalty or sampling.frequency_penalty:
+            counts = torch.zeros(self._vocab_size, dtype=torch.float32, device=self._device)
+        if has_repetition:
+            prompt_seen = self._mask(sorted(set(prompt_token_ids)))
+        bias = None
+        if sampling.logit_bias:
+            bias = torch.zeros(self._vocab_size, dtype=torch.float32, device=self._device)
+            bias[list(sampling.logit_bias)] = torch.tensor(
+                list(sampling.logit_bias.values()), dtype=torch.float32, device=self._device
+            )
+        stop = self._mask(sorted(stop_ids)) if sampling.min_tokens and stop_ids else None
+        self._rules[handle] = _Rules(sampling, bias, stop, prompt_seen, counts)
+
+    def forget(self, handle: int) -> None:
+        """Drops what `begin` made."""
+        self._rules.pop(handle, None)
+
+    def sample(self, logits_SV: Tensor, rows: Sequence[SampleRow]) -> Mapping[int, Sampled | None]:
+        """One token a row, by handle; None where the logits allow no choice (NaN, no finite one).
+
+        Args:
+            logits_SV: fp32 [S, V]; not changed.
+            rows: one entry a row.
+        """
+        rules = [self._rules[row.handle] for row in rows]
+        adjusted_SV = self._adjust(logits_SV, rows, rules)
+        chosen_S = adjusted_SV.argmax(-1)
+        random = [index for index, rule in enumerate(rules) if rule.sampling.temperature > 0]
+        if random:
+            picked = _pick(
+                adjusted_SV[random],
+                [rules[index].sampling for index in random],
+                [_uniform(rules[i].sampling.seed, rows[i].output_index) for i in random],
+            )
+            chosen_S = chosen_S.index_copy(
+                0, torch.tensor(random, device=self._device), picked
+            )
+        best_S = adjusted_SV.amax(-1)  # NaN if any entry is
+        chosen_S = torch.where(best_S.isfinite(), chosen_S, _NO_TOKEN)
+        for index, rule in enumerate(rules):
+            if rule.output_counts_V is not None:
+                rule.output_counts_V[chosen_S[index].clamp(min=0)] += 1
+        logprobs = self._logprobs(logits_SV, chosen_S, rules)
+        # the one copy to the host of a step
+        token_ids = chosen_S.tolist()
+        return {
+            row.handle: None if token == _NO_TOKEN else Sampled(token, logprob)
+            for row, token, logprob in zip(rows, token_ids, logprobs, strict=True)
+        }
+
+    def _mask(self, token_ids: Sequence[int]) -> Tensor:
+        mask = torch.zeros(self._vocab_size, dtype=torch.bool, device=self._device)
+        mask[torch.tensor(token_ids, dtype=torch.int64, device=self._device)] = True
+        return mask
+
+    def _adjust(
+        self, logits_SV: Tensor, rows: Sequence[SampleRow], rules: Sequence[_Rules]
+    ) -> Tensor:
+        if not any(rule.changes_logits for rule in rules):
+            return logits_SV
+        adjusted_SV = logits_SV.clone()
+        for index, (row, rule) in enumerate(zip(rows, rules, strict=True)):
+            logits_V, sampling = adjusted_SV[index], rule.sampling
+            if rule.output_counts_V is not None:
+                _penalise(logits_V, rule)
+            if rule.bias_V is not None:
+                logits_V += rule.bias_V
+            if rule.stop_V is not None and row.output_index < sampling.min_tokens:
+                logits_V.masked_fill_(rule.stop_V, float("-inf"))
+        return adjusted_SV
+
+    def _logprobs(
+        self, logits_SV: Tensor, chosen_S: Tensor, rules: Sequence[_Rules]
+    ) -> list[TokenLogprob | None]:
+        asked = [index for index, rule in enumerate(rules) if rule.sampling.logprobs]
+        result: list[TokenLogprob | None] = [None] * len(rules)
+        if not asked:
+            return result
+        logprobs_SV = logits_SV[asked].log_softmax(-1)
+        width = max(rules[index].sampling.top_logprobs for index in asked)
+        # stable: equal log-probabilities in order of id
+        top = logprobs_SV.sort(dim=-1, descending=True, stable=True)
+        values, ids = top.values[:, :width].tolist(), top.indices[:, :width].tolist()
+        own = logprobs_SV.gather(-1, chosen_S[asked].clamp(min=0)[:, None])[:, 0].tolist()
+        for position, index in enumerate(asked):
+            count = rules[index].sampling.top_logprobs
+            alternatives = zip(ids[position][:count], values[position][:count], strict=True)
+            result[index] = TokenLogprob(own[position], tuple(alternatives))
+        return result
+
+
+def _penalise(logits_V: Tensor, rule: _Rules) -> None:
+    """Applies repetition, presence and frequency penalties in place."""
+    assert rule.output_counts_V is not None
+    sampling, counts_V = rule.sampling, rule.output_counts_V
+    if rule.prompt_seen_V is not None:
+        factor = sampling.repetition_penalty
+        punished_V = torch.where(logits_V > 0, logits_V / factor, logits_V * factor)
+        seen_V = rule.prompt_seen_V | (counts_V > 0)
+        logits_V.copy_(torch.where(seen_V, punished_V, logits_V))
+    logits_V -= sampling.presence_penalty * (counts_V > 0)
+    logits_V -= sampling.frequency_penalty * counts_V
+
+
+def _pick(logits_RV: Tensor, samplings: Sequence[Sampling], uniforms: Sequence[float]) -> Tensor:
+    """Draws one id a row from the filtered distribution: int64 [R]."""
+    device = logits_RV.device
+
+    def column(values: Sequence[float]) -> Tensor:
+        return torch.tensor(values, dtype=torch.float64, device=device)[:, None]
+
+    temperature = column([sampling.temperature for sampling in samplings])
+    top_k = column([sampling.top_k or logits_RV.shape[-1] for sampling in samplings])
+    top_p = column([sampling.top_p for sampling in samplings])
+    min_p = column([sampling.min_p for sampling in samplings])
+    # stable: equal logits in order of id
+    order = logits_RV.sort(dim=-1, descending=True, stable=True)
+    sorted_RV = order.values.to(torch.float64)
+    # shifted first, so that a tiny temperature cannot overflow
+    weights_RV = ((sorted_RV - sorted_RV[:, :1]) / temperature).exp()
+    rank_V = torch.arange(logits_RV.shape[-1], device=device)
+    weights_RV = weights_RV.masked_fill(rank_V >= top_k, 0)
+    total = weights_RV.sum(-1, keepdim=True)
+    # a token stays if the mass before it is short of top_p; the first one always does
+    mass_before_RV = (weights_RV.cumsum(-1) - weights_RV) / total
+    # at top_p 1 rounding must not cut the tail
+    is_cut_RV = (mass_before_RV >= top_p) & (rank_V > 0) & (top_p < 1)
+    weights_RV = weights_RV.masked_fill(is_cut_RV, 0)
+    weights_RV = weights_RV.masked_fill(weights_RV < min_p * weights_RV[:, :1], 0)
+    cumulative_RV = weights_RV.cumsum(-1)
+    target = column(uniforms) * cumulative_RV[:, -1:]
+    place_R = torch.searchsorted(cumulative_RV, target, right=True)
+    # rounding can push the target to the very end: stay on the last token that has weight; a row
+    # of NaN has none, and is refused by the caller
+    last_R = ((weights_RV > 0).sum(-1, keepdim=True) - 1).clamp(min=0)
+    return order.indices.gather(-1, torch.minimum(place_R, last_R))[:, 0]
+
+
+def _uniform(seed: int, output_index: int) -> float:
+    """A number in [0, 1) that depends on seed and output index only, with 53 random bits."""
+    counter = seed.to_bytes(8, "little") + output_index.to_bytes(8, "little")
+    digest = hashlib.blake2b(counter, digest_size=8, person=b"m3stack sampler").digest()
+    return (int.from_bytes(digest, "little") >> 11) * 2.0**-53

@@ -1,0 +1,242 @@
+"""Logging set-up and the name of every worker metric."""
+
+from __future__ import annotations
+
+import logging
+import sys
+import time
+from typing import TextIO
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+
+from m3stack.errors import ErrorKind
+from m3stack.types import FinishReason, Load
+
+# one bucket edge at least every factor two where users compare numbers
+_QUEUE_BUCKETS_S = (0.001, 0.005, 0.02, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 300)
+_FIRST_TOKEN_BUCKETS_S = (0.01, 0.025, 0.05, 0.1, 0.2, 0.4, 0.8, 1.5, 3, 6, 12, 30, 60, 180, 600)
+_INTER_TOKEN_BUCKETS_S = (
+    0.001,
+    0.0025,
+    0.005,
+    0.0075,
+    0.01,
+    0.015,
+    0.02,
+    0.03,
+    0.04,
+    0.06,
+    0.08,
+    0.12,
+    0.2,
+    0.4,
+    0.8,
+    2,
+    5,
+)
+_STEP_BUCKETS_S = (0.001, 0.002, 0.004, 0.008, 0.016, 0.032, 0.064, 0.128, 0.256, 0.512, 1, 2, 5)
+_STEP_TOKEN_BUCKETS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
+
+OUTCOMES = (
+    *(reason.name.lower() for reason in FinishReason),
+    *(kind.name.lower() for kind in ErrorKind),
+)
+
+
+class WorkerMetrics:
+    """Everything a worker counts, in a registry of its own."""
+
+    def __init__(self) -> None:
+        self.registry = CollectorRegistry()
+        self._define_requests()
+        self._define_steps()
+        self._define_memory()
+
+    def _define_requests(self) -> None:
+        reg = self.registry
+        ended = Counter(
+            "m3stack_worker_requests",
+            "Requests that ended, by outcome.",
+            ["outcome"],
+            registry=reg,
+        )
+        self._ended = {outcome: ended.labels(outcome) for outcome in OUTCOMES}
+        self._refused = Counter(
+            "m3stack_worker_refused_requests",
+            "Requests refused before they reached the engine, by error kind.",
+            ["kind"],
+            registry=reg,
+        )
+        self._prompt_tokens = Counter(
+            "m3stack_worker_prompt_tokens", "Prompt tokens of started requests.", registry=reg
+        )
+        self._cached_tokens = Counter(
+            "m3stack_worker_cached_prompt_tokens",
+            "Prompt tokens of started requests that were found in the prefix cache.",
+            registry=reg,
+        )
+        self._output_tokens = Counter(
+            "m3stack_worker_output_tokens", "Tokens sent to clients.", registry=reg
+        )
+        self._queue = Histogram(
+            "m3stack_worker_queue_seconds",
+            "Time from acceptance to the first step.",
+            buckets=_QUEUE_BUCKETS_S,
+            registry=reg,
+        )
+        self._first_token = Histogram(
+            "m3stack_worker_time_to_first_token_seconds",
+            "Time from acceptance to the first token.",
+            buckets=_FIRST_TOKEN_BUCKETS_S,
+            registry=reg,
+        )
+        self._inter_token = Histogram(
+            "m3stack_worker_inter_token_seconds",
+            "Time between two tokens of a request.",
+            buckets=_INTER_TOKEN_BUCKETS_S,
+            registry=reg,
+        )
+        self._running = Gauge(
+            "m3stack_worker_running_requests", "Requests in the running set.", registry=reg
+        )
+        self._waiting = Gauge(
+            "m3stack_worker_waiting_requests", "Requests in the queue.", registry=reg
+        )
+        self._pending_prompt = Gauge(
+            "m3stack_worker_waiting_prompt_tokens",
+            "Prompt tokens accepted and not yet computed.",
+            registry=reg,
+        )
+
+    def _define_steps(self) -> None:
+        reg = self.registry
+        steps = Histogram(
+            "m3stack_worker_step_seconds",
+            "Duration of a step: of decode alone, or with prompts in it.",
+            ["kind"],
+            buckets=_STEP_BUCKETS_S,
+            registry=reg,
+        )
+        self._decode_step, self._mixed_step = steps.labels("decode"), steps.labels("mixed")
+        self._step_tokens = Histogram(
+            "m3stack_worker_step_tokens",
+            "Tokens computed in a step.",
+            buckets=_STEP_TOKEN_BUCKETS,
+            registry=reg,
+        )
+        self._failed_steps = Counter(
+            "m3stack_worker_failed_steps", "Steps that raised an error.", registry=reg
+        )
+        self._preemptions = Counter(
+            "m3stack_worker_preemptions",
+            "Sequences that lost their pages to an older one.",
+            registry=reg,
+        )
+
+    def _define_memory(self) -> None:
+        reg = self.registry
+        self._used_pages = Gauge(
+            "m3stack_worker_used_pages", "Cache pages that requests own.", registry=reg
+        )
+        self._cached_pages = Gauge(
+            "m3stack_worker_cached_pages",
+            "Cache pages whose content can be found again.",
+            registry=reg,
+        )
+        self._total_pages = Gauge(
+            "m3stack_worker_total_pages", "Cache pages of the pool.", registry=reg
+        )
+        self._media_bytes = Gauge(
+            "m3stack_worker_media_feature_bytes",
+            "Bytes of media features held or promised.",
+            registry=reg,
+        )
+        self._encoded = Counter(
+            "m3stack_worker_encoded_media_items", "Media items encoded.", registry=reg
+        )
+        self._held = Counter(
+            "m3stack_worker_held_media_items",
+            "Media items whose features were held when a request named them.",
+            registry=reg,
+        )
+        self._upload_bytes = Counter(
+            "m3stack_worker_uploaded_patch_bytes", "Patch bytes received.", registry=reg
+        )
+
+    def request_started(self, queue_s: float, *, prompt_tokens: int, cached_tokens: int) -> None:
+        self._queue.observe(queue_s)
+        self._prompt_tokens.inc(prompt_tokens)
+        self._cached_tokens.inc(cached_tokens)
+
+    def request_ended(self, outcome: str) -> None:
+        """`outcome` is one of `OUTCOMES`."""
+        self._ended[outcome].inc()
+
+    def request_refused(self, kind: ErrorKind) -> None:
+        self._refused.labels(kind.name.lower()).inc()
+
+    def token_made(self, seconds: float, *, is_first: bool) -> None:
+        """`seconds` since the last token, or since acceptance for the first."""
+        (self._first_token if is_first else self._inter_token).observe(seconds)
+        self._output_tokens.inc()
+
+    def step_done(self, seconds: float, *, num_tokens: int, is_decode: bool) -> None:
+        (self._decode_step if is_decode else self._mixed_step).observe(seconds)
+        self._step_tokens.observe(num_tokens)
+
+    def step_failed(self) -> None:
+        self._failed_steps.inc()
+
+    def preempted(self, count: int) -> None:
+        if count:
+            self._preemptions.inc(count)
+
+    def media_encoded(self, count: int) -> None:
+        if count:
+            self._encoded.inc(count)
+
+    def media_named(self, *, num_held: int) -> None:
+        self._held.inc(num_held)
+
+    def patches_received(self, num_bytes: int) -> None:
+        self._upload_bytes.inc(num_bytes)
+
+    def set_load(self, load: Load, *, cached_pages: int) -> None:
+        self._running.set(load.running_requests)
+        self._waiting.set(load.waiting_requests)
+        self._pending_prompt.set(load.waiting_prompt_tokens)
+        self._used_pages.set(load.used_pages)
+        self._total_pages.set(load.total_pages)
+        self._cached_pages.set(cached_pages)
+
+    def set_media_bytes(self, num_bytes: int) -> None:
+        self._media_bytes.set(num_bytes)
+
+
+class _LineFormatter(logging.Formatter):
+    """`time level logger message`, UTC, one line, then the traceback if there is one."""
+
+    converter = time.gmtime
+
+    def __init__(self) -> None:
+        super().__init__(
+            fmt="%(asctime)s.%(msecs)03dZ %(levelname)s %(name)s %(message)s",
+            datefmt="%Y-%m-%dT%H:%M:%S",
+        )
+
+
+def set_up_logging(level: str, stream: TextIO = sys.stderr) -> None:
+    """Sends everything the package logs at `level` or above to `stream`.
+
+    Args:
+        level: debug, info, warn or error.
+        stream: where lines go.
+    """
+    logger = logging.getLogger("m3stack")
+    for handler in list(logger.handlers):
+        logger.removeHandler(handler)
+    handler = logging.StreamHandler(stream)
+    handler.setFormatter(_LineFormatter())
+    logger.addHandler(handler)
+    logger.setLevel({"warn": "WARNING"}.get(level, level.upper()))
+    logger.propagate = False
