@@ -8,8 +8,30 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
+from m3stack.kernels.attention.reference import attend, gather_pages, visible_slots, wide
 from m3stack.kernels.interface import NO_BLOCK, LayerPages, PagedRows
+from m3stack.kernels.paged_rows import (
+    Tile,
+    TileCost,
+    positions,
+    row_positions,
+    sequences,
+    tiles,
+)
+
+__all__ = [
+    "block_attention",
+    "block_scores",
+    "choose_blocks",
+    "positions",
+    "rank_blocks",
+    "row_positions",
+    "sequences",
+]
+
+MINUS_INFINITY = float("-inf")
 
 
 def block_scores(index_q_TGD: Tensor, index_k_PBD: Tensor, rows: PagedRows) -> Tensor:
@@ -24,25 +46,24 @@ def block_scores(index_q_TGD: Tensor, index_k_PBD: Tensor, rows: PagedRows) -> T
         fp32 (fp64 for fp64 input) [G, T, J] with J = ceil(max_seq_len / B); -inf where a row sees
         no key of the block. A NaN key makes its block's score NaN.
     """
-    num_tokens, groups, _ = index_q_TGD.shape
+    num_tokens, groups, dim = index_q_TGD.shape
     block = index_k_PBD.shape[1]
     num_blocks = -(-rows.max_seq_len // block)
-    dtype = torch.float64 if index_q_TGD.dtype == torch.float64 else torch.float32
-    scores_GTJ = torch.full(
-        (groups, num_tokens, num_blocks), float("-inf"), dtype=dtype, device=index_q_TGD.device
-    )
-    for first, last, seq_len, pages in sequences(rows, block):
-        keys_JBD = index_k_PBD[pages].to(dtype)
-        positions_T = positions(first, last, seq_len, keys_JBD.device)
-        slots_JB = torch.arange(keys_JBD.shape[0] * block, device=keys_JBD.device).view(-1, block)
-        # rows past the sequence may hold anything, NaN included: keep them out of the product
-        written_JB = slots_JB < seq_len
-        keys_JBD = keys_JBD.masked_fill(~written_JB[..., None], 0)
-        dots_TGJB = torch.einsum("tgd,jbd->tgjb", index_q_TGD[first:last].to(dtype), keys_JBD)
-        visible_TJB = slots_JB[None] <= positions_T[:, None, None]
-        dots_TGJB = dots_TGJB.masked_fill(~visible_TJB[:, None], float("-inf"))
-        scores_GTJ[:, first:last, : len(pages)] = dots_TGJB.amax(-1).transpose(0, 1)
-    return scores_GTJ
+    index_q_TGD = wide(index_q_TGD)
+    scores_TGJ = index_q_TGD.new_full((num_tokens, groups, num_blocks), MINUS_INFINITY)
+
+    def cost(num_pages: int, num_rows: int) -> TileCost:
+        return TileCost(num_pages * block * dim, num_pages * groups * block)
+
+    for tile in tiles(rows, block, cost):
+        sequences, num_pages = tile.table_SJ.shape
+        keys_SnD = wide(index_k_PBD[tile.table_SJ]).view(sequences, num_pages * block, dim)
+        queries = index_q_TGD[tile.rows_SR].view(sequences, -1, dim)
+        dots = (queries @ keys_SnD.mT).view(*tile.rows_SR.shape, groups, num_pages * block)
+        dots = dots.masked_fill(~visible_slots(tile, block)[:, :, None], MINUS_INFINITY)
+        dots = dots.view(*tile.rows_SR.shape, groups, num_pages, block)
+        scores_TGJ[tile.rows_SR, :, :num_pages] = dots.amax(-1)
+    return scores_TGJ.transpose(0, 1)
 
 
 def choose_blocks(
@@ -57,38 +78,37 @@ def choose_blocks(
     Returns:
         int32 [G, T, K], ascending, -1 padded at the tail.
     """
+    block = index_k_PBD.shape[1]
+    if rows.max_seq_len <= num_blocks * block:
+        return _every_block(index_q_TGD, rows, block, num_blocks)
     scores_GTJ = block_scores(index_q_TGD, index_k_PBD, rows)
-    return rank_blocks(scores_GTJ, rows, index_k_PBD.shape[1], num_blocks, num_local_blocks)
+    return rank_blocks(scores_GTJ, rows, block, num_blocks, num_local_blocks)
 
 
 def rank_blocks(
     scores_GTJ: Tensor, rows: PagedRows, block: int, num_blocks: int, num_local_blocks: int
 ) -> Tensor:
     """Applies the total order (score descending, lower id; NaN last; local blocks forced)."""
-    groups, num_tokens, width = scores_GTJ.shape
+    _, num_tokens, width = scores_GTJ.shape
     device = scores_GTJ.device
-    chosen_GTK = torch.full(
-        (groups, num_tokens, num_blocks), NO_BLOCK, dtype=torch.int32, device=device
-    )
-    if width == 0:
-        return chosen_GTK
-    own_T = row_positions(rows, num_tokens, device) // block
+    own_T1 = (row_positions(rows, num_tokens, device) // block)[:, None]
+    # blocks 0 .. num_free - 1 compete for the places that the local blocks leave
+    num_local_T1 = (own_T1 + 1).clamp(max=num_local_blocks)
+    num_free_T1 = own_T1 + 1 - num_local_T1
     ids_J = torch.arange(width, device=device)
-    visible_TJ = ids_J[None] <= own_T[:, None]
-    local_TJ = visible_TJ & (ids_J[None] > own_T[:, None] - num_local_blocks)
-    ranked = scores_GTJ.nan_to_num(nan=float("-inf"), posinf=torch.inf, neginf=float("-inf"))
-    ranked = ranked + 0.0  # -0 becomes +0
-    ranked = ranked.masked_fill(~visible_TJ[None], float("-inf"))
-    # a stable sort by three keys, least significant first: id, score, class
-    order = ranked.argsort(dim=-1, descending=True, stable=True)
-    rank_class = torch.where(local_TJ, 0, torch.where(visible_TJ, 1, 2)).expand(groups, -1, -1)
-    by_class = rank_class.gather(-1, order).argsort(dim=-1, stable=True)
-    order = order.gather(-1, by_class)[..., :num_blocks]
-    kept = visible_TJ.expand(groups, -1, -1).gather(-1, order)
-    picked = torch.where(kept, order, width).sort(dim=-1).values
-    picked = torch.where(picked < width, picked, NO_BLOCK).to(torch.int32)
-    chosen_GTK[..., : picked.shape[-1]] = picked
-    return chosen_GTK
+    ranked = scores_GTJ.nan_to_num(nan=MINUS_INFINITY, posinf=torch.inf, neginf=MINUS_INFINITY)
+    ranked = (ranked + 0.0).masked_fill(ids_J >= num_free_T1, MINUS_INFINITY)  # -0 becomes +0
+    # stable: equal scores keep the lower id first, so no later block passes a competing one
+    order_GTK = ranked.argsort(dim=-1, descending=True, stable=True)[..., :num_blocks]
+    order_GTK = functional.pad(order_GTK, (0, num_blocks - order_GTK.shape[-1]))
+    places_K = torch.arange(num_blocks, device=device)
+    num_won_T1 = torch.minimum(num_free_T1, num_blocks - num_local_T1)
+    local_TK = num_free_T1 + places_K - num_won_T1
+    picked = torch.where(places_K < num_won_T1, order_GTK, local_TK)
+    # a place that stays empty sorts behind every block
+    empty = torch.iinfo(torch.int64).max
+    picked = picked.masked_fill(places_K >= num_won_T1 + num_local_T1, empty).sort(dim=-1).values
+    return picked.masked_fill(picked == empty, NO_BLOCK).to(torch.int32)
 
 
 def block_attention(
@@ -99,53 +119,63 @@ def block_attention(
     Returns:
         [T, H, D] in the dtype of `q_THD`; zeros for rows that see no key.
     """
-    num_tokens, heads, dim = q_THD.shape
-    _, groups, block, _ = pages.k_PGBD.shape
-    per_group = heads // groups
-    dtype = torch.float64 if q_THD.dtype == torch.float64 else torch.float32
+    _, groups, block, dim = pages.k_PGBD.shape
+    heads, num_chosen = q_THD.shape[1], blocks_GTK.shape[2]
+
+    def cost(num_pages: int, num_rows: int) -> TileCost:
+        if _reads_every_page(num_pages, num_rows, num_chosen):
+            return TileCost(num_pages * groups * block * dim, num_pages * heads * block)
+        return TileCost(0, num_chosen * groups * block * dim)
+
     out_THD = torch.zeros_like(q_THD)
-    for first, last, seq_len, table in sequences(rows, block):
-        positions_T = positions(first, last, seq_len, q_THD.device)
-        for group in range(groups):
-            chosen_TK = blocks_GTK[group, first:last].long()
-            valid_TK = chosen_TK >= 0
-            page_TK = table[chosen_TK.clamp(min=0)]
-            k_TKBD = pages.k_PGBD[page_TK, group].to(dtype)
-            v_TKBD = pages.v_PGBD[page_TK, group].to(dtype)
-            slots_TKB = chosen_TK[..., None] * block + torch.arange(block, device=q_THD.device)
-            seen_TKB = valid_TK[..., None] & (slots_TKB <= positions_T[:, None, None])
-            v_TKBD = v_TKBD.masked_fill(~seen_TKB[..., None], 0)
-            q_Thd = q_THD[first:last, group * per_group : (group + 1) * per_group].to(dtype)
-            logits = torch.einsum("thd,tkbd->thkb", q_Thd, k_TKBD) * scale
-            logits = logits.masked_fill(~seen_TKB[:, None], float("-inf")).flatten(2)
-            weights = logits.softmax(-1)
-            weights = weights.masked_fill(~seen_TKB.any(-1).any(-1)[:, None, None], 0)
-            mixed = torch.einsum("thn,tnd->thd", weights, v_TKBD.flatten(1, 2))
-            out_THD[first:last, group * per_group : (group + 1) * per_group] = mixed.to(q_THD.dtype)
+    blocks_TGK = blocks_GTK.transpose(0, 1).long()
+    for tile in tiles(rows, block, cost):
+        q_SRHD, blocks_SRGK = wide(q_THD[tile.rows_SR]), blocks_TGK[tile.rows_SR]
+        num_pages, num_rows = tile.table_SJ.shape[1], tile.rows_SR.shape[1]
+        read = _attend_gathered
+        if _reads_every_page(num_pages, num_rows, num_chosen):
+            read = _attend_masked
+        out_THD[tile.rows_SR] = read(q_SRHD, pages, blocks_SRGK, tile, scale).to(q_THD.dtype)
     return out_THD
 
 
-def sequences(rows: PagedRows, block: int):
-    """Yields (first row, last row, length, its pages int64) of every non-empty sequence."""
-    starts = rows.query_start_S1.tolist()
-    lengths = rows.seq_lens_S.tolist()
-    for index, seq_len in enumerate(lengths):
-        first, last = starts[index], starts[index + 1]
-        if last > first and seq_len > 0:
-            yield first, last, seq_len, rows.page_table_SJ[index, : -(-seq_len // block)].long()
+def _reads_every_page(num_pages: int, num_rows: int, num_chosen: int) -> bool:
+    # many rows share what is read; one row alone should not read what it did not choose
+    return num_pages <= num_chosen * (1 if num_rows == 1 else 4)
 
 
-def positions(first: int, last: int, seq_len: int, device: torch.device) -> Tensor:
-    """Absolute positions int64 [last - first] of a sequence's rows."""
-    return torch.arange(seq_len - (last - first), seq_len, device=device)
+def _attend_masked(
+    q_SRHD: Tensor, pages: LayerPages, blocks_SRGK: Tensor, tile: Tile, scale: float
+) -> Tensor:
+    block, num_pages = pages.k_PGBD.shape[2], tile.table_SJ.shape[1]
+    k_SGnD, v_SGnD = gather_pages(pages, tile)
+    # one column too many takes the places that hold no block
+    chosen = blocks_SRGK.new_zeros(*blocks_SRGK.shape[:3], num_pages + 1, dtype=torch.bool)
+    chosen.scatter_(-1, blocks_SRGK.masked_fill(blocks_SRGK < 0, num_pages), True)
+    chosen_SGRn = chosen[..., :num_pages].transpose(1, 2).repeat_interleave(block, dim=-1)
+    return attend(q_SRHD, k_SGnD, v_SGnD, chosen_SGRn & visible_slots(tile, block)[:, None], scale)
 
 
-def row_positions(rows: PagedRows, num_tokens: int, device: torch.device) -> Tensor:
-    """Absolute position int64 [T] of every row of the step; -1 for rows of empty sequences."""
-    result_T = torch.full((num_tokens,), -1, dtype=torch.int64, device=device)
-    starts = rows.query_start_S1.tolist()
-    for index, seq_len in enumerate(rows.seq_lens_S.tolist()):
-        first, last = starts[index], starts[index + 1]
-        if seq_len > 0:
-            result_T[first:last] = positions(first, last, seq_len, device)
-    return result_T
+def _attend_gathered(
+    q_SRHD: Tensor, pages: LayerPages, blocks_SRGK: Tensor, tile: Tile, scale: float
+) -> Tensor:
+    _, groups, block, dim = pages.k_PGBD.shape
+    table_SRGJ = tile.table_SJ[:, None, None].expand(*blocks_SRGK.shape[:3], -1)
+    page_SRGK = table_SRGJ.gather(-1, blocks_SRGK.clamp(min=0))
+    group_G1 = torch.arange(groups, device=page_SRGK.device)[:, None]
+    slots_SRGKB = blocks_SRGK[..., None] * block + torch.arange(block, device=page_SRGK.device)
+    seen = (slots_SRGKB >= 0) & (slots_SRGKB <= tile.positions_SR[:, :, None, None, None])
+    # every row is a sequence of its own here: it reads its own pages
+    seen = seen.view(-1, groups, 1, seen.shape[3] * block)
+    k = wide(pages.k_PGBD[page_SRGK, group_G1]).view(*seen.shape[:2], -1, dim)
+    v = wide(pages.v_PGBD[page_SRGK, group_G1]).view(*seen.shape[:2], -1, dim)
+    v = v.masked_fill(~seen.mT, 0.0)
+    return attend(q_SRHD.view(-1, 1, *q_SRHD.shape[2:]), k, v, seen, scale).view(q_SRHD.shape)
+
+
+def _every_block(index_q_TGD: Tensor, rows: PagedRows, block: int, num_blocks: int) -> Tensor:
+    num_tokens, groups, _ = index_q_TGD.shape
+    own_T = row_positions(rows, num_tokens, index_q_TGD.device) // block
+    ids_K = torch.arange(num_blocks, device=index_q_TGD.device)
+    blocks_TK = torch.where(ids_K <= own_T[:, None], ids_K, NO_BLOCK).to(torch.int32)
+    return blocks_TK.expand(groups, -1, -1).contiguous()

@@ -298,5 +298,7 @@ def _check_text(text: Section, sparse: Section, config: M3Config) -> None:
     if config.num_local_blocks > config.topk_blocks:
         raise sparse.refusal("sparse_local_block", f"at most {config.topk_blocks} chosen blocks")
     disabled = sparse.flags("sparse_disable_index_value", config.num_layers)
-    if any(is_sparse and not off for is_sparse, off in zip(config.sparse_layers, disabled)):
+    if any(
+        is_sparse and not off for is_sparse, off in zip(config.sparse_layers, disabled, strict=True)
+    ):
         raise sparse.refusal("sparse_disable_index_value", "1 on every sparse layer")

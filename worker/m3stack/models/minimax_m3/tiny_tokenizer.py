@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter, defaultdict
+from itertools import pairwise
 from typing import Any
 
 BASE_TOKENS = 2400
@@ -247,7 +248,7 @@ def _count_pairs(
     pair_weight: Counter[Pair],
     users: defaultdict[Pair, set[int]],
 ) -> None:
-    for pair in zip(piece, piece[1:]):
+    for pair in pairwise(piece):
         pair_weight[pair] += weight
         users[pair].add(index)
 

@@ -1,0 +1,81 @@
+"""Norm, rotary embedding, clamped SwiGLU and cache writes in plain torch.
+
+Source: transformers 5.24 `minimax_m3_vl`; contracts in `interface.py`.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from m3stack.kernels.interface import HeadNorms, LayerPages
+
+
+def gemma_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """`x * rsqrt(mean(x^2) + eps) * (1 + w)` over the last dim, fp32 inside; see `GemmaNorm`."""
+    wide = _wide(x)
+    scale = (wide.square().mean(-1, keepdim=True) + eps).rsqrt()
+    return (wide * scale * (1.0 + weight.to(wide.dtype))).to(x.dtype)
+
+
+def swiglu_oai(gate: Tensor, up: Tensor, alpha: float, limit: float) -> Tensor:
+    """Clamped SwiGLU, fp32 inside; see `SwigluOai`."""
+    g = _wide(gate).clamp(max=limit)
+    u = _wide(up).clamp(min=-limit, max=limit)
+    return ((u + 1.0) * g * torch.sigmoid(alpha * g)).to(gate.dtype)
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Rotates pairs (i, i + R/2) of the first R dims of every head, fp32 inside.
+
+    Args:
+        x: [T, heads, D].
+        cos, sin: [T, R/2].
+    """
+    half = cos.shape[-1]
+    wide = _wide(x)
+    first, second, rest = wide[..., :half], wide[..., half : 2 * half], wide[..., 2 * half :]
+    cos, sin = cos[:, None, :], sin[:, None, :]
+    turned = (first * cos - second * sin, second * cos + first * sin, rest)
+    return torch.cat(turned, dim=-1).to(x.dtype)
+
+
+def attention_prologue(
+    q_THD: Tensor,
+    k_TGD: Tensor,
+    v_TGD: Tensor,
+    index_q_TGD: Tensor | None,
+    index_k_TD: Tensor | None,
+    norms: HeadNorms,
+    cos: Tensor,
+    sin: Tensor,
+    slots_T: Tensor,
+    pages: LayerPages,
+) -> tuple[Tensor, Tensor | None]:
+    """Per-head norms and rotary, then K, V and index-K into the cache; see `AttentionPrologue`."""
+    block = pages.k_PGBD.shape[2]
+    written = slots_T >= 0
+    if not bool(written.all()):
+        slots_T, k_TGD, v_TGD = slots_T[written], k_TGD[written], v_TGD[written]
+        index_k_TD = None if index_k_TD is None else index_k_TD[written]
+        key_cos, key_sin = cos[written], sin[written]
+    else:
+        key_cos, key_sin = cos, sin
+    page_T, offset_T = slots_T // block, slots_T % block
+    k_TGD = rotate(gemma_norm(k_TGD, norms.k, norms.eps), key_cos, key_sin)
+    pages.k_PGBD[page_T, :, offset_T] = k_TGD.to(pages.k_PGBD.dtype)
+    pages.v_PGBD[page_T, :, offset_T] = v_TGD.to(pages.v_PGBD.dtype)
+    q_THD = rotate(gemma_norm(q_THD, norms.q, norms.eps), cos, sin)
+    if index_q_TGD is None or index_k_TD is None:
+        return q_THD, None
+    assert norms.index_q is not None
+    assert norms.index_k is not None
+    assert pages.index_k_PBD is not None
+    index_k_TD = gemma_norm(index_k_TD, norms.index_k, norms.eps)
+    index_k_TD = rotate(index_k_TD[:, None], key_cos, key_sin)[:, 0]
+    pages.index_k_PBD[page_T, offset_T] = index_k_TD.to(pages.index_k_PBD.dtype)
+    return q_THD, rotate(gemma_norm(index_q_TGD, norms.index_q, norms.eps), cos, sin)
+
+
+def _wide(x: Tensor) -> Tensor:
+    return x if x.dtype == torch.float64 else x.float()
