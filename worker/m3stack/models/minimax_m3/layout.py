@@ -5,6 +5,7 @@ Source: tensor names and shapes of the released BF16 repository (23,416 tensors)
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -30,6 +31,10 @@ class Placement:
     first_row: int = 0
     expert: int | None = None
     keeps_fp32: bool = False
+
+    @property
+    def numel(self) -> int:
+        return math.prod(self.shape)
 
 
 def checkpoint_layout(config: M3Config) -> dict[str, Placement]:

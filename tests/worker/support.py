@@ -1,0 +1,124 @@
+"""Drives a model over token ids with a paged cache of plain tensors: no engine, no pool.
+
+Unwritten slots hold NaN, pages are handed out in shuffled order, and page tables hold a far too
+large number behind a sequence's end, so that whatever reads what it must not shows at once.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from m3stack.batch import DeviceBatch, LayerCache, MediaRows
+from m3stack.kernels.interface import LayerPages, PagedRows
+from m3stack.models.minimax_m3.config import M3Config
+from m3stack.models.minimax_m3.model import M3Model
+
+NO_ADDRESS = 1 << 30
+
+
+def make_cache(
+    config: M3Config, num_pages: int, dtype: torch.dtype, device: torch.device
+) -> LayerCache:
+    """Pages full of NaN for every layer."""
+
+    def pages(*shape: int) -> Tensor:
+        return torch.full((num_pages, *shape), float("nan"), dtype=dtype, device=device)
+
+    groups, block = config.num_kv_heads, config.block_tokens
+    return tuple(
+        LayerPages(
+            k_PGBD=pages(groups, block, config.head_dim),
+            v_PGBD=pages(groups, block, config.head_dim),
+            index_k_PBD=pages(block, config.index_dim) if is_sparse else None,
+        )
+        for is_sparse in config.sparse_layers
+    )
+
+
+@dataclass(slots=True)
+class Track:
+    """One sequence: how far it is, its pages, and the features at some of its positions."""
+
+    length: int = 0
+    pages: list[int] = field(default_factory=list)
+    media_positions_N: Tensor | None = None
+    media_features_NM: Tensor | None = None
+
+
+class PagedRunner:
+    """Feeds tokens of any number of sequences, in any mixture, to a model."""
+
+    def __init__(
+        self,
+        model: M3Model,
+        *,
+        num_pages: int = 64,
+        seed: int = 0,
+        device: torch.device | None = None,
+    ) -> None:
+        self.model = model
+        self.device = device or torch.device("cpu")
+        self.cache = make_cache(model.config, num_pages, model.embedding.dtype, self.device)
+        self._free = list(range(num_pages))
+        random.Random(seed).shuffle(self._free)
+
+    def step(self, parts: Sequence[tuple[Track, Sequence[int]]]) -> list[Tensor]:
+        """Feeds each track its tokens in one forward; gives each its logits [tokens, vocab]."""
+        batch = self._batch(parts)
+        with torch.inference_mode():
+            logits = self.model(batch, self.cache)
+        return list(logits.split([len(tokens) for _, tokens in parts]))
+
+    def feed(self, track: Track, tokens: Sequence[int], chunk: int | None = None) -> Tensor:
+        """Feeds one track alone, `chunk` tokens a step; gives the logits of every token."""
+        size = chunk or len(tokens)
+        pieces = [tokens[start : start + size] for start in range(0, len(tokens), size)]
+        return torch.cat([self.step([(track, piece)])[0] for piece in pieces])
+
+    def _batch(self, parts: Sequence[tuple[Track, Sequence[int]]]) -> DeviceBatch:
+        block = self.model.config.block_tokens
+        positions: list[int] = []
+        slots: list[int] = []
+        starts, media = [0], []
+        for track, tokens in parts:
+            first, track.length = track.length, track.length + len(tokens)
+            while len(track.pages) * block < track.length:
+                track.pages.append(self._free.pop())
+            span = range(first, track.length)
+            positions += span
+            slots += [track.pages[at // block] * block + at % block for at in span]
+            media += self._media(track, first, starts[-1])
+            starts.append(len(positions))
+        width = max(len(track.pages) for track, _ in parts)
+        table = [track.pages + [NO_ADDRESS] * (width - len(track.pages)) for track, _ in parts]
+        lengths = [track.length for track, _ in parts]
+        rows = PagedRows(
+            query_start_S1=self._tensor(starts, torch.int32),
+            seq_lens_S=self._tensor(lengths, torch.int32),
+            page_table_SJ=self._tensor(table, torch.int32),
+            max_query_len=max(len(tokens) for _, tokens in parts),
+            max_seq_len=max(lengths),
+        )
+        return DeviceBatch(
+            token_ids_T=self._tensor([t for _, tokens in parts for t in tokens], torch.int64),
+            positions_T=self._tensor(positions, torch.int64),
+            slots_T=self._tensor(slots, torch.int64),
+            rows=rows,
+            sample_rows_S=self._tensor(list(range(len(positions))), torch.int64),
+            media=tuple(media),
+        )
+
+    def _media(self, track: Track, first: int, first_row: int) -> list[MediaRows]:
+        if track.media_positions_N is None or track.media_features_NM is None:
+            return []
+        here = (track.media_positions_N >= first) & (track.media_positions_N < track.length)
+        rows = track.media_positions_N[here] - first + first_row
+        return [MediaRows(rows, track.media_features_NM[here])]
+
+    def _tensor(self, values: list, dtype: torch.dtype) -> Tensor:
+        return torch.tensor(values, dtype=dtype, device=self.device)

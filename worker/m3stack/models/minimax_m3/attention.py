@@ -1,0 +1,101 @@
+"""Self-attention of one layer: dense, or sparse over the blocks its index branch chooses."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor, nn
+
+from m3stack.kernels.interface import HeadNorms, Kernels, LayerPages, PagedRows
+from m3stack.layers import Linear, Place
+from m3stack.models.minimax_m3.config import M3Config
+
+
+@dataclass(frozen=True, slots=True)
+class StepRows:
+    """What every layer of a step needs to know about its rows.
+
+    Attributes:
+        rows: how they divide into sequences, and the pages of those.
+        slots_T: int64, where each row's keys go.
+        cos, sin: fp32 [T, R/2], rotary of each row.
+    """
+
+    rows: PagedRows
+    slots_T: Tensor
+    cos: Tensor
+    sin: Tensor
+
+
+class SelfAttention(nn.Module):
+    """Grouped-query attention with per-head norms and partial rotary.
+
+    On sparse layers an index branch of one query head per KV group and a single key head chooses
+    the blocks that each row attends to.
+    """
+
+    def __init__(self, config: M3Config, layer: int, *, kernels: Kernels, place: Place) -> None:
+        super().__init__()
+        self._kernels = kernels
+        self._config = config
+        self._is_sparse = config.sparse_layers[layer]
+        queries, keys = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
+        parts = [queries, keys, keys]
+        self.q_norm = place.parameter(config.head_dim)
+        self.k_norm = place.parameter(config.head_dim)
+        self.index_q_norm = self.index_k_norm = None
+        if self._is_sparse:
+            parts += [config.num_kv_heads * config.index_dim, config.index_dim]
+            self.index_q_norm = place.parameter(config.index_dim)
+            self.index_k_norm = place.parameter(config.index_dim)
+        self._parts = parts
+        # q, k, v and, on sparse layers, index q and index k: one product
+        self.in_proj = Linear(place, config.hidden_size, sum(parts))
+        self.out_proj = Linear(place, queries, config.hidden_size)
+
+    def forward(self, x_TM: Tensor, step: StepRows, pages: LayerPages) -> Tensor:
+        """Writes the rows' keys and values into the cache, then attends.
+
+        Returns:
+            [T, M].
+        """
+        config = self._config
+        num_tokens = x_TM.shape[0]
+        q, k, v, *index = self.in_proj(x_TM).split(self._parts, dim=-1)
+        index_q_TGD = index_k_TD = None
+        if self._is_sparse:
+            index_q_TGD = index[0].view(num_tokens, config.num_kv_heads, config.index_dim)
+            index_k_TD = index[1]
+        norms = HeadNorms(
+            q=self.q_norm,
+            k=self.k_norm,
+            index_q=self.index_q_norm,
+            index_k=self.index_k_norm,
+            eps=config.rms_norm_eps,
+        )
+        q_THD, index_q_TGD = self._kernels.attention_prologue(
+            q.view(num_tokens, config.num_heads, config.head_dim),
+            k.view(num_tokens, config.num_kv_heads, config.head_dim),
+            v.view(num_tokens, config.num_kv_heads, config.head_dim),
+            index_q_TGD,
+            index_k_TD,
+            norms,
+            step.cos,
+            step.sin,
+            step.slots_T,
+            pages,
+        )
+        out_THD = self._attend(q_THD, index_q_TGD, pages, step.rows)
+        return self.out_proj(out_THD.reshape(num_tokens, -1))
+
+    def _attend(
+        self, q_THD: Tensor, index_q_TGD: Tensor | None, pages: LayerPages, rows: PagedRows
+    ) -> Tensor:
+        config, scale = self._config, self._config.head_dim**-0.5
+        if index_q_TGD is None:
+            return self._kernels.paged_attention(q_THD, pages, rows, scale)
+        assert pages.index_k_PBD is not None, "a sparse layer needs index-key pages"
+        blocks_GTK = self._kernels.choose_blocks(
+            index_q_TGD, pages.index_k_PBD, rows, config.topk_blocks, config.num_local_blocks
+        )
+        return self._kernels.block_attention(q_THD, pages, blocks_GTK, rows, scale)

@@ -1,0 +1,94 @@
+"""The whole of MiniMax-M3: vision tower, text stack and head."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from m3stack.batch import DeviceBatch, LayerCache, PatchBatch
+from m3stack.kernels.interface import Kernels, LayerPages
+from m3stack.layers import Linear, Place
+from m3stack.models.minimax_m3.attention import SelfAttention, StepRows
+from m3stack.models.minimax_m3.config import M3Config
+from m3stack.models.minimax_m3.moe import FeedForward, MixtureOfExperts
+from m3stack.models.minimax_m3.vision import Projector, VisionTower
+
+
+class DecoderLayer(nn.Module):
+    """Attention and feed-forward, each behind a norm and added to the stream."""
+
+    def __init__(self, config: M3Config, layer: int, *, kernels: Kernels, place: Place) -> None:
+        super().__init__()
+        self._norm, self._eps = kernels.gemma_norm, config.rms_norm_eps
+        self.input_norm = place.parameter(config.hidden_size)
+        self.attention = SelfAttention(config, layer, kernels=kernels, place=place)
+        self.middle_norm = place.parameter(config.hidden_size)
+        self.feed_forward = (
+            MixtureOfExperts(config, kernels=kernels, place=place)
+            if config.moe_layers[layer]
+            else FeedForward(config, config.dense_size, kernels=kernels, place=place)
+        )
+
+    def forward(self, x_TM: Tensor, step: StepRows, pages: LayerPages) -> Tensor:
+        x_TM = x_TM + self.attention(self._norm(x_TM, self.input_norm, self._eps), step, pages)
+        return x_TM + self.feed_forward(self._norm(x_TM, self.middle_norm, self._eps))
+
+
+class M3Model(nn.Module):
+    """MiniMax-M3, its parameters uninitialised until `weights.load_model` fills them.
+
+    Args:
+        config: of the checkpoint.
+        kernels: what every layer computes with.
+        place: device and dtype of the parameters; router and patch embedding stay fp32.
+    """
+
+    def __init__(self, config: M3Config, *, kernels: Kernels, place: Place) -> None:
+        super().__init__()
+        self.config = config
+        self._kernels = kernels
+        self.embedding = place.parameter(config.vocab_size, config.hidden_size)
+        self.layers = nn.ModuleList(
+            DecoderLayer(config, layer, kernels=kernels, place=place)
+            for layer in range(config.num_layers)
+        )
+        self.norm = place.parameter(config.hidden_size)
+        self.head = Linear(place, config.hidden_size, config.vocab_size)
+        self.vision = VisionTower(config.vision, kernels=kernels, place=place)
+        self.projector = Projector(config.vision, config.hidden_size, place=place)
+        exponents = torch.arange(0, config.rotary_dim, 2, device=place.device).float()
+        self._frequencies = 1.0 / config.rope_theta ** (exponents / config.rotary_dim)
+
+    def forward(self, batch: DeviceBatch, caches: LayerCache) -> Tensor:
+        """Runs one step and writes its keys into the cache.
+
+        Args:
+            batch: the rows; see `DeviceBatch`.
+            caches: one entry a layer, written in place.
+
+        Returns:
+            fp32 logits [len(sample_rows_S), vocab].
+        """
+        x_TM = functional.embedding(batch.token_ids_T, self.embedding)
+        for media in batch.media:
+            x_TM = x_TM.index_copy(0, media.rows_N, media.features_NM.to(x_TM.dtype))
+        # positions are exact in fp32 up to 2^24
+        angles = batch.positions_T[:, None].float() * self._frequencies
+        step = StepRows(batch.rows, batch.slots_T, angles.cos(), angles.sin())
+        for layer, pages in zip(self.layers, caches, strict=True):
+            x_TM = layer(x_TM, step, pages)
+        x_SM = x_TM.index_select(0, batch.sample_rows_S)
+        return self.head(
+            self._kernels.gemma_norm(x_SM, self.norm, self.config.rms_norm_eps)
+        ).float()
+
+    def encode_media(self, batch: PatchBatch) -> list[Tensor]:
+        """Vision features of every item of a batch.
+
+        Returns:
+            One [t*h*w / merge^2, M] an item, in the model's dtype.
+        """
+        features = self.projector(self.vision(batch))
+        square = self.config.vision.merge_size**2
+        return list(features.split([t * h * w // square for t, h, w in batch.grids_thw]))

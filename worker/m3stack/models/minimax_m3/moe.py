@@ -1,0 +1,57 @@
+"""The feed-forward of one layer: dense, or routed experts beside a shared one."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from m3stack.kernels.interface import Kernels
+from m3stack.layers import Linear, Place
+from m3stack.models.minimax_m3.config import M3Config
+
+
+class FeedForward(nn.Module):
+    """Clamped SwiGLU between two linears; gate rows stand before up rows."""
+
+    def __init__(self, config: M3Config, inner: int, *, kernels: Kernels, place: Place) -> None:
+        super().__init__()
+        self._swiglu, self._config = kernels.swiglu_oai, config
+        self.gate_up = Linear(place, config.hidden_size, 2 * inner)
+        self.down = Linear(place, inner, config.hidden_size)
+
+    def forward(self, x_TM: Tensor) -> Tensor:
+        gate, up = self.gate_up(x_TM).chunk(2, dim=-1)
+        return self.down(
+            self._swiglu(gate, up, self._config.swiglu_alpha, self._config.swiglu_limit)
+        )
+
+
+class MixtureOfExperts(nn.Module):
+    """`factor * sum of the chosen experts + shared expert`; the factor spares the shared one."""
+
+    def __init__(self, config: M3Config, *, kernels: Kernels, place: Place) -> None:
+        super().__init__()
+        self._kernels, self._config = kernels, config
+        count, width, inner = config.num_experts, config.hidden_size, config.expert_size
+        # a router in half precision chooses other experts
+        self.router = place.parameter(count, width, dtype=torch.float32)
+        self.router_bias = place.parameter(count, dtype=torch.float32)
+        self.gate_up = place.parameter(count, 2 * inner, width)
+        self.down = place.parameter(count, width, inner)
+        self.shared = FeedForward(config, config.shared_size, kernels=kernels, place=place)
+
+    def forward(self, x_TM: Tensor) -> Tensor:
+        config = self._config
+        ids_Tk, weights_Tk = self._kernels.route_tokens(
+            x_TM, self.router, self.router_bias, config.num_experts_per_token
+        )
+        routed_TM = self._kernels.run_experts(
+            x_TM,
+            self.gate_up,
+            self.down,
+            ids_Tk,
+            weights_Tk * config.routed_scaling_factor,
+            config.swiglu_alpha,
+            config.swiglu_limit,
+        )
+        return routed_TM + self.shared(x_TM)
