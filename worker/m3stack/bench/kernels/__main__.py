@@ -10,21 +10,17 @@ from pathlib import Path
 
 import torch
 
-from m3stack.bench.kernels import report
+from m3stack.bench.kernels import decode, report
 from m3stack.bench.kernels.harness import Case, measure_ceilings, run_case
 
-CASES: tuple[Case, ...] = ()
+CASES: tuple[Case, ...] = (*decode.CASES,)
 
 
 def main(arguments: list[str]) -> int:
     """Runs the named cases; returns 1 if any was refused."""
-    parser = argparse.ArgumentParser(
-        prog="python -m m3stack.bench.kernels", description=__doc__
-    )
+    parser = argparse.ArgumentParser(prog="python -m m3stack.bench.kernels", description=__doc__)
     parser.add_argument("cases", nargs="*", default=["*"], help="row names or patterns")
-    parser.add_argument(
-        "--out", type=Path, default=None, help="folder for JSON and picture"
-    )
+    parser.add_argument("--out", type=Path, default=None, help="folder for JSON and picture")
     parser.add_argument("--list", action="store_true", help="names the rows and stops")
     options = parser.parse_args(arguments)
     chosen = [

@@ -22,7 +22,7 @@ Call = Callable[[], object]
 L2_ROTATIONS = 3
 
 
-class CheckFailed(Exception):
+class CheckError(Exception):
     """An operation disagrees with its reference: what was compared, the error and the limit."""
 
 
@@ -55,7 +55,7 @@ class Prepared:
     """One case with its inputs made.
 
     Attributes:
-        check: raises `CheckFailed` unless the operation agrees with its reference.
+        check: raises `CheckError` unless the operation agrees with its reference.
         calls: the operation on each input set; together they move more than the L2 holds.
         floor_us: least possible time from the run's own ceilings.
         peers: other ways to the same end, timed in the same run; `dense` fills `dense_us`.
@@ -102,13 +102,9 @@ class Row:
     error: str = ""
 
 
-def measure_ceilings(
-    *, copy_bytes: int = 4 << 30, matmul_width: int = 8192
-) -> Ceilings:
+def measure_ceilings(*, copy_bytes: int = 4 << 30, matmul_width: int = 8192) -> Ceilings:
     """Copies and multiplies random data on the current GPU and keeps the medians."""
-    source = torch.randint(
-        0, 1 << 30, (copy_bytes // 4,), dtype=torch.int32, device="cuda"
-    )
+    source = torch.randint(0, 1 << 30, (copy_bytes // 4,), dtype=torch.int32, device="cuda")
     target = torch.empty_like(source)
     copied = time_stream([partial(target.copy_, source)], replays=10).median_us
     del source, target
@@ -165,14 +161,12 @@ def run_case(case: Case, ceilings: Ceilings) -> Row:
     try:
         prepared = case.prepare(ceilings)
         prepared.check()
-    except CheckFailed as failure:
+    except CheckError as failure:
         return Row(case.name, case.shape, None, error=f"refused, not timed: {failure}")
     # one broken case must not hide the figures of the others
     except Exception as failure:  # noqa: BLE001
         traceback.print_exc()
-        return Row(
-            case.name, case.shape, None, error=f"{type(failure).__name__}: {failure}"
-        )
+        return Row(case.name, case.shape, None, error=f"{type(failure).__name__}: {failure}")
     timed = time_graph if prepared.graph else time_stream
     timing = timed(prepared.calls)
     peers = {name: timed(calls).median_us for name, calls in prepared.peers.items()}
@@ -195,28 +189,26 @@ def require_close(actual: Tensor, expected: Tensor, *, limit: float, what: str) 
     """Relative error in the Frobenius norm, in fp64; NaN never passes.
 
     Raises:
-        CheckFailed: names the compared values, the error and the limit.
+        CheckError: names the compared values, the error and the limit.
     """
     expected64 = expected.double()
     error = ((actual.double() - expected64).norm() / expected64.norm()).item()
     if not error <= limit:
-        raise CheckFailed(f"{what}: relative error {error:.3g}, limit {limit:.3g}")
+        raise CheckError(f"{what}: relative error {error:.3g}, limit {limit:.3g}")
 
 
 def require_equal(actual: Tensor, expected: Tensor, *, what: str) -> None:
     """Every element the same.
 
     Raises:
-        CheckFailed: names the first element that differs.
+        CheckError: names the first element that differs.
     """
     if actual.shape != expected.shape:
-        raise CheckFailed(
-            f"{what}: shape {tuple(actual.shape)}, not {tuple(expected.shape)}"
-        )
+        raise CheckError(f"{what}: shape {tuple(actual.shape)}, not {tuple(expected.shape)}")
     wrong = (actual != expected).nonzero()
     if len(wrong):
         at = tuple(wrong[0].tolist())
-        raise CheckFailed(
+        raise CheckError(
             f"{what}: {len(wrong)} elements differ, first at {at}: "
             f"{actual[at].item()}, not {expected[at].item()}"
         )

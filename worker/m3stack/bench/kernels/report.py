@@ -42,19 +42,13 @@ def _number(value: float | None) -> str:
     return "-" if value is None else f"{value:.1f}"
 
 
-def write_json(
-    path: Path, rows: Sequence[Row], ceilings: Ceilings, command: str
-) -> None:
+def write_json(path: Path, rows: Sequence[Row], ceilings: Ceilings, command: str) -> None:
     """Writes the rows as a list; rows of other names already in the file are kept."""
     kept: dict[str, dict] = {}
     if path.exists():
         kept = {row["name"]: row for row in json.loads(path.read_text())}
     for row in rows:
-        record = {
-            key: value
-            for key, value in asdict(row).items()
-            if value not in (None, "", {})
-        }
+        record = {key: value for key, value in asdict(row).items() if value not in (None, "", {})}
         record["command"] = command
         record["device"] = ceilings.device
         record["copy_tb_per_s"] = round(ceilings.copy_bytes_per_s / 1e12, 3)

@@ -1,0 +1,429 @@
+// Prefill index scoring: largest q.k of every 128-token page, and a running exact top 16 per row.
+//
+// Rows are (token, group) pairs in memory order, 256 a tile, so one copied page serves all groups
+// and L2 is read once for 256 rows. The work, tiles x pages, is cut evenly over the SMs; a tile cut
+// in several places leaves one sorted list of 16 keys per row and piece, merged afterwards. Page
+// scores never reach memory. Ranked pages lie below a row's local blocks, hence are full and wholly
+// visible: no mask is needed inside a page.
+#include "msa_prefill_hopper.cuh"
+
+namespace m3 {
+
+constexpr int kTileRows = 256;
+constexpr int kRanked = 16;
+constexpr int kScoreStages = 5;
+constexpr int kScoreThreads = 3 * kWarpgroup;
+constexpr int kListPitch = kRanked + 2;  // 144 bytes: spreads rows over the banks
+constexpr uint32_t kOrderedMinusInfinity = 0x007fffffu;
+
+struct ScoreArguments {
+  const __nv_bfloat16* index_q;  // [T, G, D]
+  const int* query_start;        // [S + 1]
+  const int* seq_lens;           // [S]
+  const int* page_table;         // [S, J]
+  int4* tiles;                   // first row, rows, (position of row 0) * G, sequence
+  int* sequence_tiles;           // [S + 2] prefix of tiles
+  int* work_start;               // [tiles + 1] prefix of pages; the last entry is all work
+  unsigned long long* lists;     // [tiles + SMs, 256, 16]
+  int* chosen;                   // [G, T, K]
+  int num_tokens, num_groups, num_sequences, table_pitch;
+  int num_tiles, num_workers, num_blocks, num_local;
+};
+
+// A tile of rows of no sequence, or of an empty one, has this position.
+constexpr int kNoPosition = -1;
+
+__device__ __forceinline__ int rows_of(const ScoreArguments& a, int sequence) {
+  const int last = sequence < a.num_sequences ? a.query_start[sequence + 1] : a.num_tokens;
+  return (last - a.query_start[sequence]) * a.num_groups;
+}
+
+__device__ int block_scan(int value, int* total) {
+  __shared__ int warp_sums[32];
+  const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
+  int sum = value;
+#pragma unroll
+  for (int step = 1; step < 32; step *= 2) {
+    const int other = __shfl_up_sync(~0u, sum, step);
+    if (lane >= step) sum += other;
+  }
+  if (lane == 31) warp_sums[warp] = sum;
+  __syncthreads();
+  int before = 0, all = 0;
+  for (int i = 0; i < (blockDim.x >> 5); ++i) {
+    if (i < warp) before += warp_sums[i];
+    all += warp_sums[i];
+  }
+  __syncthreads();
+  *total = all;
+  return before + sum - value;
+}
+
+// Greatest i in [0, count) with starts[i] <= value; starts[0] <= value.
+__device__ __forceinline__ int last_at_or_before(const int* starts, int count, int value) {
+  int low = 0, high = count;
+  while (high - low > 1) {
+    const int middle = (low + high) / 2;
+    if (starts[middle] <= value) low = middle;
+    else high = middle;
+  }
+  return low;
+}
+
+__device__ __forceinline__ int ranked_pages(int position, int num_local) {
+  return max(0, position / kPage - num_local + 1);
+}
+
+__device__ int4 make_tile(const ScoreArguments& a, int tile) {
+  if (tile >= a.sequence_tiles[a.num_sequences + 1]) return make_int4(0, 0, kNoPosition, 0);
+  const int sequence = last_at_or_before(a.sequence_tiles, a.num_sequences + 1, tile);
+  const int first = (tile - a.sequence_tiles[sequence]) * kTileRows;
+  const int rows = rows_of(a, sequence);
+  const int length = sequence < a.num_sequences ? a.seq_lens[sequence] : 0;
+  const int position = length > 0 ? length * a.num_groups - rows + first : kNoPosition;
+  return make_int4(a.query_start[sequence] * a.num_groups + first, min(kTileRows, rows - first),
+                   position, sequence);
+}
+
+// Cuts every sequence into tiles; rows past the last sequence form one more, empty one.
+__global__ void __launch_bounds__(1024) plan_tiles(const ScoreArguments a) {
+  int before = 0, total;
+  for (int base = 0; base <= a.num_sequences; base += blockDim.x) {
+    const int sequence = base + threadIdx.x;
+    const int rows = sequence <= a.num_sequences ? rows_of(a, sequence) : 0;
+    const int first = before + block_scan((rows + kTileRows - 1) / kTileRows, &total);
+    if (sequence <= a.num_sequences) a.sequence_tiles[sequence] = first;
+    before += total;
+  }
+  if (threadIdx.x == 0) a.sequence_tiles[a.num_sequences + 1] = before;
+  __syncthreads();
+  before = 0;
+  for (int base = 0; base < a.num_tiles; base += blockDim.x) {
+    const int tile = base + threadIdx.x;
+    int pages = 0;
+    if (tile < a.num_tiles) {
+      const int4 record = make_tile(a, tile);
+      a.tiles[tile] = record;
+      if (record.z >= 0)
+        pages = ranked_pages((record.z + record.y - 1) / a.num_groups, a.num_local);
+    }
+    const int start = before + block_scan(pages, &total);
+    if (tile < a.num_tiles) a.work_start[tile] = start;
+    before += total;
+  }
+  if (threadIdx.x == 0) a.work_start[a.num_tiles] = before;
+}
+
+// Worker w owns the work from here up to where worker w + 1 starts.
+__device__ __forceinline__ int worker_start(const ScoreArguments& a, int worker) {
+  return int(int64_t(worker) * a.work_start[a.num_tiles] / a.num_workers);
+}
+
+__device__ __forceinline__ int worker_of(const ScoreArguments& a, int work) {
+  const int64_t all = a.work_start[a.num_tiles];
+  return int(((int64_t(work) + 1) * a.num_workers + all - 1) / all) - 1;
+}
+
+// One tile's pages as one worker sees them.
+struct Piece {
+  int4 tile;
+  int index, first_page, last_page, next_work;
+};
+
+__device__ __forceinline__ Piece piece_at(const ScoreArguments& a, int work, int work_end) {
+  Piece piece;
+  piece.index = last_at_or_before(a.work_start, a.num_tiles, work);
+  piece.tile = a.tiles[piece.index];
+  const int start = a.work_start[piece.index];
+  piece.next_work = min(work_end, a.work_start[piece.index + 1]);
+  piece.first_page = work - start;
+  piece.last_page = piece.next_work - start;
+  return piece;
+}
+
+struct ScoreShared {
+  alignas(1024) uint8_t keys[kScoreStages][kPageBytes];
+  alignas(16) unsigned long long lists[kTileRows][kListPitch];
+  uint64_t full[kScoreStages], empty[kScoreStages];
+};
+
+__device__ void copy_pages(const ScoreArguments& a, const CUtensorMap* map, ScoreShared& shared) {
+  const int lane = threadIdx.x & 31;
+  Ring<kScoreStages> ring;
+  const int end = worker_start(a, blockIdx.x + 1);
+  for (int work = worker_start(a, blockIdx.x); work < end;) {
+    const Piece piece = piece_at(a, work, end);
+    const int* table = a.page_table + int64_t(piece.tile.w) * a.table_pitch;
+    for (int base = piece.first_page; base < piece.last_page; base += 32) {
+      const int mine = table[min(base + lane, piece.last_page - 1)];
+      for (int i = 0; i < min(32, piece.last_page - base); ++i) {
+        const int page = __shfl_sync(~0u, mine, i);
+        if (lane == 0) {
+          barrier_wait(&shared.empty[ring.stage], ring.parity ^ 1);
+          barrier_expect(&shared.full[ring.stage], kPageBytes);
+          uint8_t* target = shared.keys[ring.stage];
+          copy_tile_3d(target, map, &shared.full[ring.stage], 0, 0, page);
+          copy_tile_3d(target + kHalfBytes, map, &shared.full[ring.stage], 64, 0, page);
+        }
+        ring.advance();
+      }
+    }
+    work = piece.next_work;
+  }
+}
+
+// Row r of the tile as MMA fragments; rows past the tile are zero.
+__device__ __forceinline__ void load_row(const ScoreArguments& a, const int4& tile, int row,
+                                         uint32_t* fragment) {
+  const bool present = row < tile.y;
+  const auto* source = reinterpret_cast<const uint32_t*>(
+      a.index_q + (int64_t(tile.x) + (present ? row : 0)) * kDim);
+  const int quad = threadIdx.x & 3;
+#pragma unroll
+  for (int step = 0; step < 8; ++step) {
+    fragment[4 * step] = present ? source[8 * step + quad] : 0;
+    fragment[4 * step + 2] = present ? source[8 * step + 4 + quad] : 0;
+  }
+}
+
+__device__ __forceinline__ void score_page(float (&scores)[64], const uint32_t (&rows)[32],
+                                           const uint8_t* page) {
+  const uint64_t low = describe_rows(shared_address(page));
+  const uint64_t high = describe_rows(shared_address(page + kHalfBytes));
+  mma_fence();
+#pragma unroll
+  for (int step = 0; step < 8; ++step)
+    mma_registers(scores, rows + 4 * step, (step < 4 ? low : high) + 2 * (step & 3), step);
+  mma_commit();
+}
+
+// Largest score of the page for rows r and r + 8, the same in the four lanes that share them.
+__device__ __forceinline__ float2 page_maxima(const float (&scores)[64]) {
+  float low = scores[0], high = scores[2];
+#pragma unroll
+  for (int i = 0; i < 64; i += 4) {
+    low = max_or_nan(low, i == 0 ? scores[1] : max_or_nan(scores[i], scores[i + 1]));
+    high = max_or_nan(high, i == 0 ? scores[3] : max_or_nan(scores[i + 2], scores[i + 3]));
+  }
+#pragma unroll
+  for (int step = 1; step < 4; step *= 2) {
+    low = max_or_nan(low, __shfl_xor_sync(~0u, low, step));
+    high = max_or_nan(high, __shfl_xor_sync(~0u, high, step));
+  }
+  return make_float2(low, high);
+}
+
+// Unsigned order equals score order; NaN stands with minus infinity, -0 with +0.
+__device__ __forceinline__ uint32_t ordered(float score) {
+  if (score != score) return kOrderedMinusInfinity;
+  const uint32_t bits = __float_as_uint(score + 0.0f);
+  return bits ^ (uint32_t(int32_t(bits) >> 31) | 0x80000000u);
+}
+
+// What a lane keeps of one row: its quarter of the sorted list, the 16th score, the page limit.
+struct RankedRow {
+  unsigned long long* quarter;
+  uint32_t cut;
+  int limit;
+};
+
+__device__ __forceinline__ void rank_page(RankedRow& row, float score, int page) {
+  const uint32_t order = ordered(score);
+  const bool enters = page < row.limit && order > row.cut;
+  if (!__any_sync(~0u, enters)) return;
+  using Key = unsigned long long;
+  const Key key = enters ? (Key(order) << 32) | uint32_t(~page) : 0;
+  const ulonglong2 front = *reinterpret_cast<ulonglong2*>(row.quarter);
+  const ulonglong2 back = *reinterpret_cast<ulonglong2*>(row.quarter + 2);
+  const Key before = __shfl_up_sync(~0u, back.y, 1, 4);
+  // insertion into a descending list: an entry stays, takes the key, or takes its left neighbour
+  const bool first = (threadIdx.x & 3) == 0;
+  const Key e0 = key > front.x ? (!first && key > before ? before : key) : front.x;
+  const Key e1 = key > front.y ? (key > front.x ? front.x : key) : front.y;
+  const Key e2 = key > back.x ? (key > front.y ? front.y : key) : back.x;
+  const Key e3 = key > back.y ? (key > back.x ? back.x : key) : back.y;
+  *reinterpret_cast<ulonglong2*>(row.quarter) = make_ulonglong2(e0, e1);
+  *reinterpret_cast<ulonglong2*>(row.quarter + 2) = make_ulonglong2(e2, e3);
+  row.cut = __shfl_sync(~0u, uint32_t(e3 >> 32), 3, 4);
+}
+
+__device__ __forceinline__ void start_row(const ScoreArguments& a, const int4& tile, int index,
+                                          ScoreShared& shared, RankedRow& row) {
+  row.quarter = &shared.lists[index][4 * (threadIdx.x & 3)];
+  row.cut = 0;
+  row.limit = index < tile.y ? ranked_pages((tile.z + index) / a.num_groups, a.num_local) : 0;
+#pragma unroll
+  for (int i = 0; i < 4; ++i) row.quarter[i] = 0;
+}
+
+__device__ __forceinline__ void store_row(const RankedRow& row, unsigned long long* list) {
+  auto* target = reinterpret_cast<ulonglong2*>(list + 4 * (threadIdx.x & 3));
+  target[0] = *reinterpret_cast<ulonglong2*>(row.quarter);
+  target[1] = *reinterpret_cast<ulonglong2*>(row.quarter + 2);
+}
+
+__device__ void score_piece(const ScoreArguments& a, const Piece& piece, ScoreShared& shared,
+                            Ring<kScoreStages>& ring) {
+  const int lane = threadIdx.x & 31;
+  // two blocks of 64 rows a warpgroup; a thread holds rows r and r + 8 of each
+  const int row = (threadIdx.x / kWarpgroup - 1) * 128 + ((threadIdx.x >> 5) & 3) * 16 + lane / 4;
+  uint32_t queries[2][32];
+  RankedRow ranked[4];
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    const int index = row + (i >> 1) * 64 + (i & 1) * 8;
+    load_row(a, piece.tile, index, queries[i >> 1] + (i & 1));
+    start_row(a, piece.tile, index, shared, ranked[i]);
+  }
+  float first[64], second[64];
+  // one block of rows multiplies while the other's maxima are taken and ranked; what this
+  // warpgroup leaves idle at the end of a page, the other fills
+  for (int page = piece.first_page; page < piece.last_page; ++page) {
+    barrier_wait(&shared.full[ring.stage], ring.parity);
+    score_page(first, queries[0], shared.keys[ring.stage]);
+    score_page(second, queries[1], shared.keys[ring.stage]);
+    mma_wait<1>();
+    mma_settle(first);
+    const float2 upper = page_maxima(first);
+    rank_page(ranked[0], upper.x, page);
+    rank_page(ranked[1], upper.y, page);
+    mma_wait<0>();
+    mma_settle(second);
+    if (lane == 0) barrier_arrive(&shared.empty[ring.stage]);
+    ring.advance();
+    const float2 lower = page_maxima(second);
+    rank_page(ranked[2], lower.x, page);
+    rank_page(ranked[3], lower.y, page);
+  }
+  unsigned long long* lists =
+      a.lists + (int64_t(piece.index) + blockIdx.x) * kTileRows * kRanked;
+#pragma unroll
+  for (int i = 0; i < 4; ++i)
+    store_row(ranked[i], lists + (row + (i >> 1) * 64 + (i & 1) * 8) * kRanked);
+}
+
+__global__ void __launch_bounds__(kScoreThreads, 1)
+    score_tiles(const ScoreArguments a, const __grid_constant__ CUtensorMap keys) {
+  extern __shared__ uint8_t raw[];
+  auto& shared = aligned_shared<ScoreShared>(raw);
+  if (threadIdx.x == 0) {
+    for (int i = 0; i < kScoreStages; ++i) {
+      barrier_init(&shared.full[i], 1);
+      barrier_init(&shared.empty[i], 8);
+    }
+    barrier_init_fence();
+    prefetch_map(&keys);
+  }
+  __syncthreads();
+  if (threadIdx.x < kWarpgroup) {
+    give_registers<24>();
+    if (threadIdx.x < 32) copy_pages(a, &keys, shared);
+  } else {
+    take_registers<240>();
+    Ring<kScoreStages> ring;
+    const int end = worker_start(a, blockIdx.x + 1);
+    for (int work = worker_start(a, blockIdx.x); work < end;) {
+      const Piece piece = piece_at(a, work, end);
+      score_piece(a, piece, shared, ring);
+      work = piece.next_work;
+    }
+  }
+}
+
+// ---- merge: one row's sorted lists to the chosen blocks ----
+
+// Lanes 0-15 hold a descending list, lanes 16-31 another; afterwards lanes 0-15 hold the best 16.
+__device__ __forceinline__ unsigned long long merge_lists(unsigned long long key) {
+  const int lane = threadIdx.x & 31;
+  // reversing the upper half makes the whole bitonic
+  key = __shfl_sync(~0u, key, lane < 16 ? lane : 47 - lane);
+#pragma unroll
+  for (int step = 16; step > 0; step /= 2) {
+    const unsigned long long other = __shfl_xor_sync(~0u, key, step);
+    const bool greater = (lane & step) == 0;
+    key = (key > other) == greater ? key : other;
+  }
+  return key;
+}
+
+// Ascending ids of the ranked blocks, then the local blocks, then -1. Lane i keeps entry i.
+__device__ __forceinline__ int order_blocks(const ScoreArguments& a, unsigned long long key,
+                                            int position) {
+  const int lane = threadIdx.x & 31;
+  const int own = position / kPage;
+  const int local = position < 0 ? 0 : min(min(a.num_local, own + 1), a.num_blocks);
+  const bool kept = lane < a.num_blocks - local && key != 0;
+  const int block = kept ? int(~uint32_t(key)) : 0x7fffffff;
+  const int ranked = __popc(__ballot_sync(~0u, kept));
+  int place = 0;
+  for (int i = 0; i < kRanked; ++i) place += __shfl_sync(~0u, block, i) < block;
+  int chosen = -1;
+  for (int i = 0; i < kRanked; ++i) {
+    const int other = __shfl_sync(~0u, block, i), target = __shfl_sync(~0u, place, i);
+    if (i < ranked && target == lane) chosen = other;
+  }
+  // ranked entries are a prefix of the lanes, since the list is sorted and empty keys are last
+  if (lane >= ranked && lane < ranked + local) chosen = own - local + 1 + lane - ranked;
+  return chosen;
+}
+
+template <int kWarpsPerRow>
+__global__ void __launch_bounds__(128) merge_pieces(const ScoreArguments a) {
+  __shared__ unsigned long long partial[4][kRanked];
+  const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
+  const int row = blockIdx.x * (4 / kWarpsPerRow) + warp / kWarpsPerRow;
+  const int tile_index = blockIdx.y;
+  const int4 tile = a.tiles[tile_index];
+  const bool present = row < tile.y;
+  if (kWarpsPerRow == 1 && !present) return;
+  const int start = a.work_start[tile_index], end = a.work_start[tile_index + 1];
+  unsigned long long key = 0;
+  if (present && end > start) {
+    const int first = worker_of(a, start), last = worker_of(a, end - 1);
+    const unsigned long long* lists =
+        a.lists + (int64_t(tile_index) * kTileRows + row) * kRanked + (lane & 15);
+    const int64_t pitch = int64_t(kTileRows) * kRanked;
+    for (int worker = first + warp % kWarpsPerRow; worker <= last; worker += kWarpsPerRow) {
+      if (lane >= 16) key = lists[worker * pitch];
+      key = merge_lists(key);
+    }
+  }
+  if (kWarpsPerRow > 1) {
+    if (lane < 16) partial[warp][lane] = key;
+    __syncthreads();
+    if (warp > 0 || !present) return;
+    for (int other = 1; other < kWarpsPerRow; ++other) {
+      if (lane >= 16) key = partial[other][lane - 16];
+      key = merge_lists(key);
+    }
+  }
+  if (lane >= 16) key = 0;
+  const int position = tile.z == kNoPosition ? -1 : (tile.z + row) / a.num_groups;
+  const int chosen = order_blocks(a, key, position);
+  const int flat = tile.x + row, token = flat / a.num_groups, group = flat % a.num_groups;
+  if (lane < a.num_blocks)
+    a.chosen[(int64_t(group) * a.num_tokens + token) * a.num_blocks + lane] = chosen;
+}
+
+}  // namespace m3
+
+// Returns a cudaError_t. `keys` is an encoded map of [P, 128, 128] bf16 with boxes of 64 x 128 x 1.
+extern "C" int m3_prefill_choose(const m3::ScoreArguments* arguments, const void* keys,
+                                 void* stream_handle) {
+  using namespace m3;
+  const ScoreArguments& a = *arguments;
+  const auto stream = static_cast<cudaStream_t>(stream_handle);
+  const int bytes = sizeof(ScoreShared) + 1024;
+  cudaError_t error =
+      cudaFuncSetAttribute(score_tiles, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
+  if (error != cudaSuccess) return error;
+  plan_tiles<<<1, 1024, 0, stream>>>(a);
+  score_tiles<<<a.num_workers, kScoreThreads, bytes, stream>>>(
+      a, *static_cast<const CUtensorMap*>(keys));
+  // few tiles are cut into many pieces each
+  if (a.num_tiles <= 32)
+    merge_pieces<4><<<dim3(kTileRows, a.num_tiles), 128, 0, stream>>>(a);
+  else
+    merge_pieces<1><<<dim3(kTileRows / 4, a.num_tiles), 128, 0, stream>>>(a);
+  return cudaGetLastError();
+}

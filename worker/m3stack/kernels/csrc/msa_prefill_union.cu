@@ -1,0 +1,380 @@
+// Prefill attention by query tiles: 4 or 8 neighbouring tokens read the union of their blocks once.
+//
+// A tile never crosses sequences. Every row attends exactly its own blocks: a union entry carries
+// one bit a token, and a warp is one token. One warpgroup is four tokens and skips blocks that none
+// of them chose. Keys of the next block multiply while this block's weights meet its values.
+#include "msa_prefill_attend.cuh"
+
+namespace m3 {
+
+constexpr int kUnionStages = 3;
+constexpr int kNothing = 0x7fffffff;
+
+// ---- unions ----
+
+template <int kTokens>
+__device__ int4 describe_tile(const AttendArguments& a, int2 place) {
+  if (place.x < 0) return make_int4(0, 0, -1, 0);
+  const int2 rows = sequence_rows(a, place.x);
+  const int length = place.x < a.num_sequences ? a.seq_lens[place.x] : 0;
+  const int position = length > 0 ? length - (rows.y - place.y) : -1;
+  return make_int4(place.y, min(kTokens, rows.y - place.y), position, length);
+}
+
+// One thread a (token, slot). Lists are sorted first, so any order of blocks is accepted.
+template <int kTokens>
+__global__ void __launch_bounds__(kTokens * kChosen) build_unions(const AttendArguments a) {
+  __shared__ int lists[kTokens][kChosen], firsts[kTokens][kChosen + 1];
+  __shared__ int4 shared_tile;
+  __shared__ int sequence, size, edges;
+  const int tile_index = blockIdx.x, group = blockIdx.y;
+  if (threadIdx.x < 32) {
+    const int2 place = locate_tile(a, tile_index, kTokens, 0, a.num_tokens);
+    if (threadIdx.x == 0) {
+      shared_tile = describe_tile<kTokens>(a, place);
+      sequence = place.x;
+      size = edges = 0;
+      if (group == 0) a.tiles[tile_index] = shared_tile;
+    }
+  }
+  __syncthreads();
+  const int4 tile = shared_tile;
+  const int token = threadIdx.x / kChosen, slot = threadIdx.x % kChosen;
+  int block = kNothing;
+  if (token < tile.y && slot < a.num_blocks && tile.z >= 0) {
+    const int64_t row = int64_t(group) * a.num_tokens + tile.x + token;
+    const int chosen = a.blocks[row * a.num_blocks + slot];
+    if (chosen >= 0) block = chosen;
+  }
+  int rank = 0;
+#pragma unroll
+  for (int i = 0; i < kChosen; ++i) {
+    const int other = __shfl_sync(~0u, block, i, kChosen);
+    rank += other < block || (other == block && i < slot);
+  }
+  lists[token][rank] = block;
+  __syncthreads();
+  block = lists[token][slot];
+  unsigned members = 0;
+  int lower[kTokens];
+#pragma unroll
+  for (int i = 0; i < kTokens; ++i) {
+    int at = 0;
+#pragma unroll
+    for (int step = 8; step > 0; step /= 2) at += lists[i][at + step - 1] < block ? step : 0;
+    at += lists[i][at] < block;
+    lower[i] = at;
+    if (at < kChosen && lists[i][at] == block) members |= 1u << i;
+  }
+  const bool present = block != kNothing;
+  const bool first = present && (members & ((1u << token) - 1)) == 0;
+  const unsigned half_mask = 0xffffu << (threadIdx.x & 16);
+  const unsigned first_bits = (__ballot_sync(~0u, first) & half_mask) >> (threadIdx.x & 16);
+  firsts[token][slot + 1] = __popc(first_bits & ((2u << slot) - 1));
+  if (slot == 0) firsts[token][0] = 0;
+  const unsigned held = __ballot_sync(~0u, present);
+  if ((threadIdx.x & 31) == 0) atomicAdd(&edges, __popc(held));
+  __syncthreads();
+  if (first) {
+    int place = 0;
+#pragma unroll
+    for (int i = 0; i < kTokens; ++i) place += firsts[i][lower[i]];
+    const int64_t list = (int64_t(group) * a.num_tiles + tile_index) * (kTokens * kChosen);
+    const int page = a.page_table[int64_t(sequence) * a.table_pitch + block];
+    a.unions[list + place] = make_int2(page, block | (members << 24));
+    atomicAdd(&size, 1);
+  }
+  __syncthreads();
+  if (threadIdx.x == 0) {
+    a.union_sizes[group * a.num_tiles + tile_index] = size;
+    atomicAdd(&a.selections[0], static_cast<unsigned long long>(size));
+    atomicAdd(&a.selections[1], static_cast<unsigned long long>(edges));
+  }
+}
+
+// ---- attention ----
+
+template <int kWarpgroups>
+struct UnionShared {
+  alignas(1024) uint8_t keys[kUnionStages][kPageBytes];
+  uint8_t values[kUnionStages][kPageBytes];
+  uint8_t queries[2][kWarpgroups * 8192];  // halves of 64 columns; 64 rows a warpgroup
+  unsigned entries[kWarpgroups][4 * kWarpgroups * kChosen];
+  uint64_t key_full[kUnionStages], key_empty[kUnionStages];
+  uint64_t value_full[kUnionStages], value_empty[kUnionStages];
+  uint64_t query_full, query_empty;
+};
+
+// Tiles of one group follow each other, so that neighbours find their pages in L2.
+struct UnionItem {
+  int tile, group, size;
+  const int2* entries;
+};
+
+template <int kWarpgroups>
+__device__ __forceinline__ UnionItem union_item(const AttendArguments& a, int index) {
+  UnionItem item;
+  item.group = index / a.num_tiles;
+  item.tile = index - item.group * a.num_tiles;
+  item.size = a.union_sizes[index];
+  item.entries = a.unions + int64_t(index) * (4 * kWarpgroups * kChosen);
+  return item;
+}
+
+// Runs in one warp: copies the pages of every union, keys or values, and the queries with the keys.
+template <int kWarpgroups, bool kKeys>
+__device__ void copy_union_pages(const AttendArguments& a, const CUtensorMap* pages,
+                                 const CUtensorMap* queries, UnionShared<kWarpgroups>& shared) {
+  const int lane = threadIdx.x & 31;
+  Ring<kUnionStages> ring;
+  uint32_t query_parity = 1;
+  for (int index = blockIdx.x; index < a.num_tiles * a.num_groups; index += gridDim.x) {
+    const UnionItem item = union_item<kWarpgroups>(a, index);
+    if (item.size == 0) continue;
+    if (kKeys && lane == 0) {
+      barrier_wait(&shared.query_empty, query_parity);
+      barrier_expect(&shared.query_full, kWarpgroups * 16384);
+      for (int half = 0; half < 2; ++half)
+        copy_tile_3d(shared.queries[half], queries, &shared.query_full, 64 * half,
+                     item.group * kHeads, a.tiles[item.tile].x);
+    }
+    query_parity ^= 1;
+    uint64_t* full = kKeys ? shared.key_full : shared.value_full;
+    uint64_t* empty = kKeys ? shared.key_empty : shared.value_empty;
+    for (int base = 0; base < item.size; base += 32) {
+      const int mine = item.entries[min(base + lane, item.size - 1)].x;
+      for (int i = 0; i < min(32, item.size - base); ++i) {
+        const int page = __shfl_sync(~0u, mine, i);
+        if (lane == 0) {
+          barrier_wait(&empty[ring.stage], ring.parity ^ 1);
+          barrier_expect(&full[ring.stage], kPageBytes);
+          uint8_t* target = kKeys ? shared.keys[ring.stage] : shared.values[ring.stage];
+          for (int half = 0; half < 2; ++half)
+            copy_tile_4d(target + half * kHalfBytes, pages, &full[ring.stage], 64 * half, 0,
+                         item.group, page);
+        }
+        ring.advance();
+      }
+    }
+  }
+}
+
+// One warpgroup's way through the two rings.
+template <int kWarpgroups>
+struct UnionReader {
+  UnionShared<kWarpgroups>& shared;
+  Ring<kUnionStages> keys, values;
+  int warpgroup;
+  int next_key, next_value;  // indices into the union
+
+  __device__ __forceinline__ bool needs(int index) const {
+    return (shared.entries[warpgroup][index] >> (24 + 4 * warpgroup)) & 15;
+  }
+  __device__ __forceinline__ void release_keys() {
+    if ((threadIdx.x & 31) == 0) barrier_arrive(&shared.key_empty[keys.stage]);
+    keys.advance();
+  }
+  __device__ __forceinline__ void release_values() {
+    if ((threadIdx.x & 31) == 0) barrier_arrive(&shared.value_empty[values.stage]);
+    values.advance();
+    ++next_value;
+  }
+  // Index of the next block this warpgroup needs, its keys arrived, or -1. Others are let go, each
+  // after its arrival: a stage must not be released twice in one pass.
+  __device__ __forceinline__ int find_keys(int size) {
+    while (next_key < size) {
+      barrier_wait(&shared.key_full[keys.stage], keys.parity);
+      if (needs(next_key)) return next_key++;
+      release_keys();
+      ++next_key;
+    }
+    return -1;
+  }
+  __device__ __forceinline__ void find_values(int index) {
+    while (true) {
+      barrier_wait(&shared.value_full[values.stage], values.parity);
+      if (next_value == index) return;
+      release_values();
+    }
+  }
+};
+
+struct TokenView {
+  int bit, position, length;
+  float scale_log2;
+};
+
+// Weights of the block for this warp's token, in place of the scores; zeros if it did not choose it.
+__device__ __forceinline__ float2 weigh_block(float (&scores)[64], SoftmaxRows& rows,
+                                              const TokenView& token, unsigned entry) {
+  if (!((entry >> token.bit) & 1)) {
+    // in place, so that zeros and weights share registers
+#pragma unroll
+    for (int i = 0; i < 64; ++i) asm volatile("mov.f32 %0, 0f00000000;" : "+f"(scores[i]));
+    return make_float2(1, 1);
+  }
+  const int visible = token.position + 1 - int(entry & 0xffffff) * kPage;
+  if (visible < kPage) hide_keys(scores, visible);
+  return soften(scores, rows, token.scale_log2);
+}
+
+template <int kWarpgroups>
+__device__ __forceinline__ void await_values(UnionReader<kWarpgroups>& reader, int index,
+                                             const TokenView& token) {
+  reader.find_values(index);
+  const unsigned entry = reader.shared.entries[reader.warpgroup][index];
+  const int written = token.length - int(entry & 0xffffff) * kPage;
+  if (written < kPage)
+    zero_unwritten(reader.shared.values[reader.values.stage], max(written, 0), reader.warpgroup);
+}
+
+template <int kWarpgroups>
+__device__ __forceinline__ void attend_union(UnionReader<kWarpgroups>& reader, int size,
+                                             const TokenView& token, SoftmaxRows& rows,
+                                             float (&out)[64]) {
+  auto& shared = reader.shared;
+  const unsigned* entries = shared.entries[reader.warpgroup];
+  const uint8_t* queries = shared.queries[0] + reader.warpgroup * 8192;
+  constexpr int kQueryPitch = kWarpgroups * 8192;
+  float scores[64];
+  uint32_t weights[32];
+  int current = reader.find_keys(size);
+  if (current >= 0) {
+    multiply_keys(scores, queries, kQueryPitch, shared.keys[reader.keys.stage]);
+    mma_wait<0>();
+    mma_settle(scores);
+    reader.release_keys();
+    weigh_block(scores, rows, token, entries[current]);
+    pack_weights(scores, weights);
+    for (int next = reader.find_keys(size); next >= 0; next = reader.find_keys(size)) {
+      await_values(reader, current, token);
+      multiply_keys(scores, queries, kQueryPitch, shared.keys[reader.keys.stage]);
+      multiply_values(out, weights, shared.values[reader.values.stage], 1);
+      mma_wait<1>();
+      mma_settle(scores);
+      reader.release_keys();
+      const float2 factors = weigh_block(scores, rows, token, entries[next]);
+      mma_wait<0>();
+      mma_settle(out);
+      reader.release_values();
+      rescale(out, factors);
+      pack_weights(scores, weights);
+      current = next;
+    }
+    await_values(reader, current, token);
+    multiply_values(out, weights, shared.values[reader.values.stage], 1);
+    mma_wait<0>();
+    mma_settle(out);
+    reader.release_values();
+  }
+  if (reader.next_value < size) {
+    reader.find_values(size - 1);
+    reader.release_values();
+  }
+}
+
+template <int kWarpgroups>
+__device__ void attend_tiles(const AttendArguments& a, UnionShared<kWarpgroups>& shared) {
+  const int thread = threadIdx.x % kWarpgroup;
+  UnionReader<kWarpgroups> reader{shared, {}, {}, int(threadIdx.x) / kWarpgroup - 1, 0, 0};
+  const int token = 4 * reader.warpgroup + thread / 32;
+  uint32_t query_parity = 0;
+  for (int index = blockIdx.x; index < a.num_tiles * a.num_groups; index += gridDim.x) {
+    const UnionItem item = union_item<kWarpgroups>(a, index);
+    const int4 tile = a.tiles[item.tile];
+    float out[64];
+#pragma unroll
+    for (int i = 0; i < 64; ++i) out[i] = 0;
+    SoftmaxRows rows;
+    if (item.size > 0) {
+      for (int i = thread; i < item.size; i += kWarpgroup)
+        shared.entries[reader.warpgroup][i] = item.entries[i].y;
+      warpgroup_sync(1 + reader.warpgroup);
+      barrier_wait(&shared.query_full, query_parity);
+      query_parity ^= 1;
+      reader.next_key = reader.next_value = 0;
+      const TokenView view{24 + token, tile.z + token, tile.w, a.scale * kLog2e};
+      attend_union(reader, item.size, view, rows, out);
+      // all warps are past their last look at the entries and the queries
+      warpgroup_sync(1 + reader.warpgroup);
+      if (thread == 0) barrier_arrive(&shared.query_empty);
+    }
+    if (token < tile.y) {
+      const float low = quad_sum(rows.sum_low), high = quad_sum(rows.sum_high);
+      store_rows(out, low > 0 ? 1 / low : 0, high > 0 ? 1 / high : 0,
+                 a.out + (int64_t(tile.x + token) * a.num_heads + item.group * kHeads) * kDim);
+    }
+  }
+}
+
+template <int kWarpgroups>
+__global__ void __launch_bounds__((kWarpgroups + 1) * kWarpgroup, 1)
+    attend_unions(const AttendArguments a, const __grid_constant__ CUtensorMap queries,
+                  const __grid_constant__ CUtensorMap keys,
+                  const __grid_constant__ CUtensorMap values) {
+  if (blockIdx.x == 0 && threadIdx.x < 2)
+    atomicAdd(&a.totals[threadIdx.x], a.selections[threadIdx.x]);
+  if (!union_arm_chosen(a)) return;
+  extern __shared__ uint8_t raw[];
+  auto& shared = aligned_shared<UnionShared<kWarpgroups>>(raw);
+  if (threadIdx.x == 0) {
+    for (int i = 0; i < kUnionStages; ++i) {
+      barrier_init(&shared.key_full[i], 1);
+      barrier_init(&shared.value_full[i], 1);
+      barrier_init(&shared.key_empty[i], 4 * kWarpgroups);
+      barrier_init(&shared.value_empty[i], 4 * kWarpgroups);
+    }
+    barrier_init(&shared.query_full, 1);
+    barrier_init(&shared.query_empty, kWarpgroups);
+    barrier_init_fence();
+  }
+  __syncthreads();
+  if (threadIdx.x < kWarpgroup) {
+    give_registers<24>();
+    if (threadIdx.x < 32) copy_union_pages<kWarpgroups, true>(a, &keys, &queries, shared);
+    else if (threadIdx.x < 64) copy_union_pages<kWarpgroups, false>(a, &values, nullptr, shared);
+  } else {
+    take_registers<240>();
+    attend_tiles<kWarpgroups>(a, shared);
+  }
+}
+
+template <int kWarpgroups>
+cudaError_t launch_union(const AttendArguments& a, const CUtensorMap* maps, int workers,
+                         cudaStream_t stream) {
+  constexpr int kBytes = sizeof(UnionShared<kWarpgroups>) + 1024;
+  static_assert(kBytes <= 232448, "shared memory of one SM");
+  const auto kernel = attend_unions<kWarpgroups>;
+  const cudaError_t error =
+      cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kBytes);
+  if (error != cudaSuccess) return error;
+  kernel<<<workers, (kWarpgroups + 1) * kWarpgroup, kBytes, stream>>>(a, maps[0], maps[1], maps[2]);
+  return cudaGetLastError();
+}
+
+}  // namespace m3
+
+// Builds the unions of all tiles of 4 or 8 tokens and counts what they agree on.
+extern "C" int m3_prefill_build_unions(const m3::AttendArguments* arguments,
+                                       void* stream_handle) {
+  using namespace m3;
+  const AttendArguments& a = *arguments;
+  const auto stream = static_cast<cudaStream_t>(stream_handle);
+  const cudaError_t error = cudaMemsetAsync(a.selections, 0, 2 * sizeof(*a.selections), stream);
+  if (error != cudaSuccess) return error;
+  const dim3 grid(a.num_tiles, a.num_groups);
+  if (a.tile_tokens == 8) build_unions<8><<<grid, 8 * kChosen, 0, stream>>>(a);
+  else build_unions<4><<<grid, 4 * kChosen, 0, stream>>>(a);
+  return cudaGetLastError();
+}
+
+// `maps`: queries [T, H, D] in boxes of 64 x 16 x tile, keys and values [P, G, 128, D] in boxes of
+// 64 x 128 x 1 x 1, encoded.
+extern "C" int m3_prefill_attend_unions(const m3::AttendArguments* arguments, const void* maps,
+                                        int workers, void* stream_handle) {
+  const auto* encoded = static_cast<const CUtensorMap*>(maps);
+  const auto stream = static_cast<cudaStream_t>(stream_handle);
+  return arguments->tile_tokens == 8
+             ? m3::launch_union<2>(*arguments, encoded, workers, stream)
+             : m3::launch_union<1>(*arguments, encoded, workers, stream);
+}
