@@ -1,0 +1,152 @@
+"""Where settings come from, which one wins, and what is refused."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from m3stack.config import WorkerConfig, load_config, resolve, setting_specs
+from m3stack.errors import StartupError
+
+
+def write(tmp_path: Path, text: str) -> Path:
+    path = tmp_path / "m3stack.toml"
+    path.write_text(text)
+    return path
+
+
+def test_defaults_are_complete_and_good() -> None:
+    config = resolve(flags={}, environ={})
+    assert config == WorkerConfig()
+    for spec in setting_specs():
+        # every default passes its own check when given explicitly
+        resolve(flags={spec.name: spec.default}, environ={})
+
+
+def test_flag_beats_environment_beats_file_beats_default(tmp_path: Path) -> None:
+    file = write(
+        tmp_path,
+        """
+        [shared]
+        log_level = "warn"
+        [gateway]
+        anything = "is the gateway's"
+        [worker]
+        max_sequences = 3
+        max_batch_tokens = 100
+        drain_s = 5
+        """,
+    )
+    config = resolve(
+        flags={"max_batch_tokens": 300, "listen": None},
+        environ={
+            "M3STACK_WORKER_MAX_SEQUENCES": "4",
+            "M3STACK_WORKER_MAX_BATCH_TOKENS": "200",
+            "M3STACK_GATEWAY_LISTEN": "x",
+        },
+        file=file,
+    )
+    assert (config.log_level, config.drain_s) == ("warn", 5.0)
+    assert (config.max_sequences, config.max_batch_tokens) == (4, 300)
+    assert config.listen == WorkerConfig().listen
+
+
+@pytest.mark.parametrize(
+    ("flags", "environ", "message"),
+    [
+        ({"max_seqs": 3}, {}, "--max-seqs: unknown setting max_seqs"),
+        ({}, {"M3STACK_WORKER_PORT": "3"}, "environment M3STACK_WORKER_PORT: unknown setting"),
+        ({"max_sequences": 0}, {}, "max_sequences is 0, expected at least 1"),
+        ({"max_sequences": True}, {}, "max_sequences is True, expected an integer"),
+        ({}, {"M3STACK_WORKER_MAX_SEQUENCES": "4.5"}, "'4.5', expected an integer"),
+        ({}, {"M3STACK_WORKER_PREFIX_CACHE": "maybe"}, "'maybe', expected true or false"),
+        ({"kv_memory_fraction": 1.5}, {}, "1.5, expected above 0 and at most 1"),
+        ({"drain_s": float("nan")}, {}, "nan, expected a finite number"),
+        ({"listen": "nowhere"}, {}, "'nowhere', expected host:port"),
+        ({"listen": "host:70000"}, {}, "'host:70000', expected host:port"),
+        ({"metrics_listen": ""}, {}, "expected host:port or off"),
+        ({"device": "tpu"}, {}, "'tpu', expected auto, cpu, cuda or cuda:N"),
+        ({"dtype": "int8"}, {}, "expected one of auto, float32, bfloat16"),
+        ({"log_level": "loud"}, {}, "expected one of debug, info, warn, error"),
+        (
+            {"max_batch_tokens": 8, "max_sequences": 8},
+            {},
+            "max_batch_tokens is 8, expected more than max_sequences (8)",
+        ),
+    ],
+)
+def test_bad_settings_are_refused_by_name(
+    flags: dict[str, object], environ: dict[str, str], message: str
+) -> None:
+    with pytest.raises(StartupError) as refused:
+        resolve(flags=flags, environ=environ)
+    assert message in str(refused.value)
+
+
+def test_all_bad_settings_are_named_at_once() -> None:
+    with pytest.raises(StartupError) as refused:
+        resolve(flags={"dtype": "x", "nope": 1}, environ={"M3STACK_WORKER_DRAIN_S": "-1"})
+    assert len(str(refused.value).splitlines()) == 3
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("[workers]\nx = 1", "unknown workers"),
+        ("[worker]\nlog_level = 'info'", "[worker] log_level belongs in [shared]"),
+        ("[shared]\ndrain_s = 3", "[shared] drain_s belongs in [worker]"),
+        ("[worker]\nport = 3", "[worker]: unknown setting port"),
+        ("[worker", "cannot be read"),
+        ("listen = 'x:1'", "unknown listen"),
+    ],
+)
+def test_files_with_unknown_content_are_refused(tmp_path: Path, text: str, message: str) -> None:
+    with pytest.raises(StartupError) as refused:
+        resolve(flags={}, environ={}, file=write(tmp_path, text))
+    assert message in str(refused.value)
+
+
+def test_missing_file_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(StartupError, match="cannot be read"):
+        resolve(flags={}, environ={}, file=tmp_path / "none.toml")
+
+
+def test_booleans_and_numbers_are_read_from_text() -> None:
+    config = resolve(
+        flags={},
+        environ={
+            "M3STACK_WORKER_PREFIX_CACHE": "false",
+            "M3STACK_WORKER_VISION_CACHE_BYTES": "1_000_000",
+            "M3STACK_WORKER_UPLOAD_TIMEOUT_S": "2.5",
+        },
+    )
+    assert config.prefix_cache is False
+    assert (config.vision_cache_bytes, config.upload_timeout_s) == (1_000_000, 2.5)
+
+
+def test_model_name_is_the_directory_unless_named() -> None:
+    assert resolve(flags={"model_path": "/models/m3/"}, environ={}).model_name == "m3"
+    assert (
+        resolve(flags={"served_model_name": "x"}, environ={}).model_name == "x"
+    )
+
+
+def test_command_line_offers_every_setting(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        load_config(["--help"])
+    shown = capsys.readouterr().out
+    for spec in setting_specs():
+        assert f"--{spec.name.replace('_', '-')}" in shown
+
+
+def test_command_line_reads_file_flags_and_environment(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = write(tmp_path, "[worker]\nmax_sequences = 5\ndrain_s = 7\nkernels = 'reference'")
+    monkeypatch.setenv("M3STACK_WORKER_DRAIN_S", "8")
+    config = load_config(["--config", str(file), "--kernels", "x", "--no-prefix-cache"])
+    assert (config.max_sequences, config.drain_s, config.kernels) == (5, 8.0, "x")
+    assert config.prefix_cache is False
+    with pytest.raises(StartupError, match="--num-pages: num_pages is 'many'"):
+        load_config(["--num-pages", "many"])

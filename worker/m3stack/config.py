@@ -1,0 +1,306 @@
+"""Worker settings: file, environment and flags resolved once into a frozen `WorkerConfig`.
+
+Precedence: flag, then environment `M3STACK_WORKER_<NAME>`, then file, then default. Unknown names
+are refused wherever they stand. This module alone reads the environment.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import os
+import tomllib
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import MISSING, dataclass, field, fields
+from pathlib import Path
+from typing import Any
+
+from m3stack.errors import StartupError
+
+ENV_PREFIX = "M3STACK_WORKER_"
+BUILTIN_CHECKPOINT = Path(__file__).parent / "checkpoints" / "tiny"
+LOG_LEVELS = ("debug", "info", "warn", "warning", "error")
+DTYPES = ("auto", "float32", "bfloat16")
+
+
+def _setting(default: Any, help_text: str, check: Callable[[Any], str | None]) -> Any:
+    """A field with its default, what a person is told about it, and its check.
+
+    `check` gives what is expected instead, or None if the value is good.
+    """
+    return field(default=default, metadata={"help": help_text, "check": check})
+
+
+def _at_least(low: int) -> Callable[[Any], str | None]:
+    return lambda value: None if value >= low else f"at least {low}"
+
+
+def _one_of(names: tuple[str, ...]) -> Callable[[Any], str | None]:
+    return lambda value: None if value in names else f"one of {', '.join(names)}"
+
+
+def _any(_: Any) -> str | None:
+    return None
+
+
+def _fraction(value: float) -> str | None:
+    return None if 0 < value <= 1 else "above 0 and at most 1"
+
+
+def _seconds(value: float) -> str | None:
+    return None if 0 < value < math.inf else "a finite number above 0"
+
+
+def _drain(value: float) -> str | None:
+    return None if 0 <= value < math.inf else "a finite number, 0 or more"
+
+
+def _address(value: str) -> str | None:
+    host, colon, port = value.rpartition(":")
+    is_good = bool(host and colon and port.isascii() and port.isdigit() and int(port) <= 65535)
+    return None if is_good else "host:port, for example 127.0.0.1:50051"
+
+
+def _address_or_off(value: str) -> str | None:
+    return None if value == "off" or _address(value) is None else "host:port or off"
+
+
+def _device(value: str) -> str | None:
+    name, _, index = value.partition(":")
+    is_good = value in ("auto", "cpu", "cuda") or (name == "cuda" and index.isdigit())
+    return None if is_good else "auto, cpu, cuda or cuda:N"
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerConfig:
+    """Everything a worker can be told. Zero means "derive it" where the help says so."""
+
+    model_path: str = _setting(
+        str(BUILTIN_CHECKPOINT),
+        "directory of a checkpoint in the released layout",
+        _any,
+    )
+    served_model_name: str = _setting(
+        "", "name the model is served under; default: the directory's name", _any
+    )
+    max_context_tokens: int = _setting(
+        0, "most tokens of prompt and output together; 0: what the model supports", _at_least(0)
+    )
+    log_level: str = _setting("info", "debug, info, warn or error", _one_of(LOG_LEVELS))
+    listen: str = _setting("127.0.0.1:50051", "gRPC address; port 0 picks a free one", _address)
+    metrics_listen: str = _setting(
+        "off", "address that serves Prometheus metrics, or off", _address_or_off
+    )
+    device: str = _setting("auto", "auto, cpu, cuda or cuda:N", _device)
+    dtype: str = _setting(
+        "auto",
+        "auto (float32 on a CPU, bfloat16 on a GPU), float32 or bfloat16",
+        _one_of(DTYPES),
+    )
+    kernels: str = _setting("auto", "kernel back end; auto picks by device", _any)
+    tensor_parallel: int = _setting(1, "GPUs that share the model", _at_least(1))
+    kv_memory_fraction: float = _setting(
+        0.9, "share of the memory left after loading that cache pages may take", _fraction
+    )
+    num_pages: int = _setting(0, "cache pages; 0: from kv_memory_fraction", _at_least(0))
+    prefix_cache: bool = _setting(True, "keep computed pages for later requests", _any)
+    max_batch_tokens: int = _setting(
+        0, "tokens of a step; 0: 512 on a CPU, 8192 on a GPU", _at_least(0)
+    )
+    max_sequences: int = _setting(64, "requests that run at once", _at_least(1))
+    max_waiting_requests: int = _setting(
+        1024, "requests that may queue; more are refused as overload", _at_least(1)
+    )
+    max_encode_patches: int = _setting(
+        16384, "vision patches of a step; a larger item runs alone", _at_least(1)
+    )
+    vision_cache_bytes: int = _setting(
+        1 << 30, "bytes of media features held, those of running requests included", _at_least(1)
+    )
+    max_upload_bytes: int = _setting(
+        2 << 30, "bytes of media patches received and not yet encoded", _at_least(1)
+    )
+    upload_timeout_s: float = _setting(
+        60.0, "seconds without progress after which an upload is given up", _seconds
+    )
+    drain_s: float = _setting(
+        30.0, "seconds that running requests get to finish after SIGTERM", _drain
+    )
+    stuck_step_s: float = _setting(
+        120.0, "seconds after which a step in progress makes the worker unhealthy", _seconds
+    )
+    cpu_threads: int = _setting(
+        0, "threads of CPU kernels; 0: one for a model this small, else all cores", _at_least(0)
+    )
+
+    @property
+    def model_name(self) -> str:
+        return self.served_model_name or Path(self.model_path).resolve().name
+
+
+@dataclass(frozen=True, slots=True)
+class SettingSpec:
+    """What a command line needs to offer a setting as a flag."""
+
+    name: str
+    type: type[str] | type[int] | type[float] | type[bool]
+    default: str | int | float | bool
+    help: str
+
+
+# names that the file's [shared] table holds; the gateway reads the same ones
+SHARED_NAMES = ("model_path", "served_model_name", "max_context_tokens", "log_level")
+_TYPES: dict[str, type[str] | type[int] | type[float] | type[bool]] = {
+    "str": str,
+    "int": int,
+    "float": float,
+    "bool": bool,
+}
+
+
+def setting_specs() -> tuple[SettingSpec, ...]:
+    """All settings, in the order of `WorkerConfig`."""
+    specs: list[SettingSpec] = []
+    for item in fields(WorkerConfig):
+        assert item.default is not MISSING
+        kind = _TYPES[str(item.type)]
+        specs.append(SettingSpec(item.name, kind, item.default, item.metadata["help"]))
+    return tuple(specs)
+
+
+def load_config(argv: Sequence[str]) -> WorkerConfig:
+    """The configuration a command line asks for, on top of environment and file.
+
+    Args:
+        argv: `--config FILE` and one flag a setting, e.g. `--max-sequences 8`.
+
+    Raises:
+        StartupError: as `resolve`.
+        SystemExit: a flag argparse does not know (2), or `--help` (0).
+    """
+    flags = vars(build_parser().parse_args(argv))
+    file = flags.pop("config")
+    return resolve(flags=flags, environ=os.environ, file=file)
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """One flag a setting, none with a default of its own."""
+    parser = argparse.ArgumentParser(
+        prog="m3stack worker",
+        description="Serves one model behind gRPC. Every flag can also stand in the environment "
+        f"({ENV_PREFIX}<NAME>) or in the file; a flag wins over both.",
+    )
+    parser.add_argument("--config", type=Path, metavar="FILE", help="TOML file with the settings")
+    for spec in setting_specs():
+        flag = f"--{spec.name.replace('_', '-')}"
+        shown = "" if spec.default in ("", 0) else f" (default: {spec.default})"
+        if spec.type is bool:
+            action = argparse.BooleanOptionalAction
+            parser.add_argument(flag, action=action, default=None, help=spec.help + shown)
+        else:
+            # values are checked in one place, by `resolve`
+            metavar = spec.type.__name__.upper()
+            parser.add_argument(flag, default=None, metavar=metavar, help=spec.help + shown)
+    return parser
+
+
+def resolve(
+    *,
+    flags: Mapping[str, object],
+    environ: Mapping[str, str],
+    file: Path | None = None,
+) -> WorkerConfig:
+    """The one configuration of a worker.
+
+    Args:
+        flags: settings given on the command line, by name; None means not given.
+        environ: environment; names without the prefix are not looked at.
+        file: TOML with `[shared]` and `[worker]`; a `[gateway]` table is the gateway's business.
+
+    Raises:
+        StartupError: names every setting that is unknown or has a bad value, and where it stands.
+    """
+    specs = {spec.name: spec for spec in setting_specs()}
+    given = dict(_from_file(file)) if file is not None else {}
+    given |= {
+        name.removeprefix(ENV_PREFIX).lower(): (text, f"environment {name}")
+        for name, text in environ.items()
+        if name.startswith(ENV_PREFIX)
+    }
+    given |= {
+        name: (value, f"--{name.replace('_', '-')}")
+        for name, value in flags.items()
+        if value is not None
+    }
+    complaints: list[str] = []
+    values: dict[str, Any] = {}
+    for name, (raw, source) in given.items():
+        try:
+            values[name] = _value(specs, name, raw)
+        except ValueError as error:
+            complaints.append(f"{source}: {error}")
+    if complaints:
+        raise StartupError("\n".join(complaints))
+    config = WorkerConfig(**values)
+    _check_together(config)
+    return config
+
+
+def _from_file(file: Path) -> dict[str, tuple[object, str]]:
+    try:
+        document = tomllib.loads(file.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+        raise StartupError(f"configuration file {file} cannot be read: {error}") from error
+    names = {spec.name for spec in setting_specs()}
+    given: dict[str, tuple[object, str]] = {}
+    for table, content in document.items():
+        if table == "gateway":
+            continue
+        if table not in ("shared", "worker") or not isinstance(content, dict):
+            raise StartupError(f"{file}: unknown {table}; expected [shared], [gateway], [worker]")
+        for name, value in content.items():
+            if name in names and (name in SHARED_NAMES) != (table == "shared"):
+                place = "shared" if name in SHARED_NAMES else "worker"
+                raise StartupError(f"{file}: [{table}] {name} belongs in [{place}]")
+            given[name] = (value, f"{file} [{table}]")
+    return given
+
+
+def _value(specs: Mapping[str, SettingSpec], name: str, raw: object) -> object:
+    """The checked value of a setting; raises ValueError."""
+    if name not in specs:
+        raise ValueError(f"unknown setting {name}")
+    value = _typed(specs[name], raw)
+    check = next(item for item in fields(WorkerConfig) if item.name == name).metadata["check"]
+    expected = check(value)
+    if expected is not None:
+        raise ValueError(f"{name} is {raw!r}, expected {expected}")
+    return value
+
+
+def _typed(spec: SettingSpec, raw: object) -> object:
+    refusal = ValueError(f"{spec.name} is {raw!r}, expected {_article(spec.type)}")
+    if isinstance(raw, str) and spec.type is not str:
+        words = {"true": True, "false": False, "1": True, "0": False}
+        try:
+            raw = words[raw.lower()] if spec.type is bool else spec.type(raw.replace("_", ""))
+        except (KeyError, ValueError):
+            raise refusal from None
+    if spec.type is float and isinstance(raw, int) and not isinstance(raw, bool):
+        return float(raw)
+    # True is an int to Python, but not to a person
+    if not isinstance(raw, spec.type) or isinstance(raw, bool) != (spec.type is bool):
+        raise refusal
+    return raw
+
+
+def _article(kind: type) -> str:
+    return {str: "a string", int: "an integer", float: "a number", bool: "true or false"}[kind]
+
+
+def _check_together(config: WorkerConfig) -> None:
+    if config.max_batch_tokens and config.max_batch_tokens <= config.max_sequences:
+        raise StartupError(
+            f"max_batch_tokens is {config.max_batch_tokens}, expected more than max_sequences "
+            f"({config.max_sequences}), so that prompts advance beside running requests"
+        )
