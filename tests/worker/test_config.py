@@ -68,7 +68,7 @@ def test_flag_beats_environment_beats_file_beats_default(tmp_path: Path) -> None
         ({"metrics_listen": ""}, {}, "expected host:port or off"),
         ({"device": "tpu"}, {}, "'tpu', expected auto, cpu, cuda or cuda:N"),
         ({"dtype": "int8"}, {}, "expected one of auto, float32, bfloat16"),
-        ({"log_level": "loud"}, {}, "expected one of debug, info, warn, error"),
+        ({"log_level": "loud"}, {}, "expected one of debug, info, warn, warning, error"),
         (
             {"max_batch_tokens": 8, "max_sequences": 8},
             {},
