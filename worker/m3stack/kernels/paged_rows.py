@@ -16,8 +16,8 @@ from torch.nn import functional
 
 from m3stack.kernels.interface import PagedRows
 
-TILE_VALUES = 1 << 24
-"""Largest intermediate tensor of a tile, in values (64 MiB of fp32), one row's need permitting."""
+TILE_VALUES = 1 << 21
+"""Largest intermediate tensor of a tile, in values (8 MiB of fp32, which caches hold); one row may need more."""
 
 
 @dataclass(frozen=True, slots=True)

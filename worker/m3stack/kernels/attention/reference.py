@@ -69,11 +69,11 @@ def attend(q_SRHD: Tensor, k_SGnD: Tensor, v_SGnD: Tensor, seen: Tensor, scale: 
     q = q_SRHD.view(sequences, num_rows, groups, per_group, dim).transpose(1, 2)
     logits = q.reshape(sequences, groups, -1, dim) @ k_SGnD.mT * scale
     logits = logits.view(sequences, groups, num_rows, per_group, num_keys)
-    hidden = ~seen[..., None, :]
-    # a row that sees nothing gives NaN, which the second fill turns into zero weights
-    weights = logits.masked_fill(hidden, float("-inf")).softmax(-1).masked_fill(hidden, 0.0)
+    weights = logits.masked_fill_(~seen[..., None, :], float("-inf")).softmax(-1)
     mixed = weights.view(sequences, groups, -1, num_keys) @ v_SGnD
-    mixed = mixed.view(sequences, groups, num_rows, per_group, dim).transpose(1, 2)
+    mixed = mixed.view(sequences, groups, num_rows, per_group, dim)
+    # the softmax of a row that sees nothing is NaN
+    mixed = torch.where(seen.any(-1)[..., None, None], mixed, 0.0).transpose(1, 2)
     return mixed.reshape(sequences, num_rows, heads, dim)
 
 
@@ -81,12 +81,14 @@ def gather_pages(pages: LayerPages, tile: Tile) -> tuple[Tensor, Tensor]:
     """Keys and values [S, G, J*B, D] of a tile's sequences; values not yet written are zero."""
     _, groups, block, dim = pages.k_PGBD.shape
     sequences, num_pages = tile.table_SJ.shape
-    shape = (sequences, groups, num_pages * block, dim)
-    k = wide(pages.k_PGBD[tile.table_SJ]).transpose(1, 2).reshape(shape)
-    v = wide(pages.v_PGBD[tile.table_SJ]).transpose(1, 2).reshape(shape)
-    slots_n = torch.arange(shape[2], device=v.device)
+    flat = tile.table_SJ.reshape(-1)
+    per_page, joined = (sequences, num_pages, groups, block, dim), (sequences, groups, -1, dim)
+    k = wide(pages.k_PGBD.index_select(0, flat)).view(per_page).transpose(1, 2).reshape(joined)
+    v = wide(pages.v_PGBD.index_select(0, flat)).view(per_page).transpose(1, 2).reshape(joined)
+    slots_n = torch.arange(num_pages * block, device=v.device)
+    # index_select has copied: the cache itself stays as it is
     unwritten_Sn = slots_n >= tile.seq_lens_S[:, None]
-    return k, v.masked_fill(unwritten_Sn[:, None, :, None], 0.0)
+    return k, v.masked_fill_(unwritten_Sn[:, None, :, None], 0.0)
 
 
 def visible_slots(tile: Tile, block: int) -> Tensor:

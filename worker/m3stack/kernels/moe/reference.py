@@ -52,12 +52,9 @@ def run_experts(
     weights_Tk = weights_Tk.to(dtype).masked_fill(ids_Tk < 0, 0.0)
     values_per_expert = gate_up_EfM[0].numel() + down_EMF[0].numel()
     if ids_Tk.numel() * values_per_expert <= GATHER_VALUES:
-        experts_Tk = ids_Tk.clamp(min=0).long()
-        hidden = gate_up_EfM[experts_Tk].to(dtype) @ x_TM.to(dtype)[:, None, :, None]
-        gate, up = hidden.squeeze(-1).chunk(2, dim=-1)
-        acted = swiglu_oai(gate, up, alpha, limit)[..., None]
-        out_TkM = (down_EMF[experts_Tk].to(dtype) @ acted).squeeze(-1)
-        return (out_TkM * weights_Tk[..., None]).sum(1).to(x_TM.dtype)
+        return _experts_side_by_side(
+            x_TM.to(dtype), gate_up_EfM, down_EMF, ids_Tk, weights_Tk, (alpha, limit)
+        ).to(x_TM.dtype)
     out_TM = torch.zeros_like(x_TM, dtype=dtype)
     for expert in ids_Tk.unique().tolist():
         if expert < 0:
@@ -68,3 +65,20 @@ def run_experts(
         result = functional.linear(acted, down_EMF[expert].to(dtype))
         out_TM.index_add_(0, token, result * weights_Tk[token, place, None])
     return out_TM.to(x_TM.dtype)
+
+
+def _experts_side_by_side(
+    x_TM: Tensor,
+    gate_up_EfM: Tensor,
+    down_EMF: Tensor,
+    ids_Tk: Tensor,
+    weights_Tk: Tensor,
+    clamp: tuple[float, float],
+) -> Tensor:
+    tokens, top_k = ids_Tk.shape
+    experts = ids_Tk.clamp(min=0).view(-1)
+    gate_up = gate_up_EfM.index_select(0, experts).to(x_TM.dtype).view(tokens, -1, x_TM.shape[1])
+    hidden = (gate_up @ x_TM[:, :, None]).view(tokens * top_k, -1, 1)
+    acted = swiglu_oai(*hidden.chunk(2, dim=1), *clamp)
+    out_TkM = (down_EMF.index_select(0, experts).to(x_TM.dtype) @ acted).view(tokens, top_k, -1)
+    return (out_TkM * weights_Tk[..., None]).sum(1)

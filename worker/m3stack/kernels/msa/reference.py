@@ -57,10 +57,11 @@ def block_scores(index_q_TGD: Tensor, index_k_PBD: Tensor, rows: PagedRows) -> T
 
     for tile in tiles(rows, block, cost):
         sequences, num_pages = tile.table_SJ.shape
-        keys_SnD = wide(index_k_PBD[tile.table_SJ]).view(sequences, num_pages * block, dim)
+        keys = index_k_PBD.index_select(0, tile.table_SJ.reshape(-1))
+        keys_SnD = wide(keys).view(sequences, num_pages * block, dim)
         queries = index_q_TGD[tile.rows_SR].view(sequences, -1, dim)
         dots = (queries @ keys_SnD.mT).view(*tile.rows_SR.shape, groups, num_pages * block)
-        dots = dots.masked_fill(~visible_slots(tile, block)[:, :, None], MINUS_INFINITY)
+        dots = dots.masked_fill_(~visible_slots(tile, block)[:, :, None], MINUS_INFINITY)
         dots = dots.view(*tile.rows_SR.shape, groups, num_pages, block)
         scores_TGJ[tile.rows_SR, :, :num_pages] = dots.amax(-1)
     return scores_TGJ.transpose(0, 1)
@@ -169,7 +170,8 @@ def _attend_gathered(
     seen = seen.view(-1, groups, 1, seen.shape[3] * block)
     k = wide(pages.k_PGBD[page_SRGK, group_G1]).view(*seen.shape[:2], -1, dim)
     v = wide(pages.v_PGBD[page_SRGK, group_G1]).view(*seen.shape[:2], -1, dim)
-    v = v.masked_fill(~seen.mT, 0.0)
+    # indexing has copied: the cache itself stays as it is
+    v = v.masked_fill_(~seen.mT, 0.0)
     return attend(q_SRHD.view(-1, 1, *q_SRHD.shape[2:]), k, v, seen, scale).view(q_SRHD.shape)
 
 
