@@ -17,7 +17,7 @@ from torch.nn import functional
 from m3stack.kernels.interface import PagedRows
 
 TILE_VALUES = 1 << 21
-"""Largest intermediate tensor of a tile, in values (8 MiB of fp32, which caches hold); one row may need more."""
+"""Largest intermediate of a tile, in values: 8 MiB of fp32, near what caches hold."""
 
 
 @dataclass(frozen=True, slots=True)
