@@ -1,0 +1,91 @@
+//! Still-image bytes to an upright RGB frame: format by content, size guard, orientation, alpha.
+
+mod format;
+mod jpeg;
+mod orientation;
+mod pixels;
+mod png_chunks;
+mod raster;
+
+pub use format::ImageFormat;
+
+use crate::error::MediaError;
+use crate::types::{ImageSize, RgbFrame};
+use orientation::Orientation;
+
+/// What is known of a picture before any pixel is decoded.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct ImageHeader {
+    /// Size as displayed, orientation applied; both sides at least 1.
+    pub size: ImageSize,
+    /// The format found in the bytes, whatever their label said.
+    pub format: ImageFormat,
+}
+
+/// What one picture may cost.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct DecodeLimits {
+    /// Most pixels that a header may declare. Decoding takes up to 10 bytes of memory for each.
+    pub max_pixels: u64,
+}
+
+impl Default for DecodeLimits {
+    /// 64 million pixels: above a 50 megapixel camera, below 200 MB for the frame.
+    fn default() -> Self {
+        Self { max_pixels: 64_000_000 }
+    }
+}
+
+/// The size and format of a picture, from its header alone.
+///
+/// # Errors
+/// As [`decode_image`], but for what only the pixels can tell.
+pub fn read_header(bytes: &[u8]) -> Result<ImageHeader, MediaError> {
+    let format = ImageFormat::of(bytes)?;
+    let raw = RawHeader::read(bytes, format)?;
+    Ok(ImageHeader { size: raw.orientation.turned(raw.size), format })
+}
+
+/// The picture as displayed: the first frame of an animation, orientation applied, transparency
+/// composited over white, grey and palettes expanded, 16 bits cut to 8, colour profiles ignored.
+///
+/// # Errors
+/// [`MediaError`]; `TooManyPixels` comes before anything is decoded. No input panics.
+pub fn decode_image(bytes: &[u8], limits: &DecodeLimits) -> Result<RgbFrame, MediaError> {
+    let format = ImageFormat::of(bytes)?;
+    let raw = RawHeader::read(bytes, format)?;
+    if raw.size.pixels() > limits.max_pixels {
+        return Err(MediaError::TooManyPixels { size: raw.size, limit: limits.max_pixels });
+    }
+    let frame = match format {
+        ImageFormat::Jpeg => jpeg::decode(bytes, raw.size)?,
+        _ => raster::decode(bytes, format, raw.size)?,
+    };
+    Ok(raw.orientation.apply(frame))
+}
+
+/// A header as stored: the size before the orientation.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+struct RawHeader {
+    size: ImageSize,
+    orientation: Orientation,
+}
+
+impl RawHeader {
+    fn read(bytes: &[u8], format: ImageFormat) -> Result<Self, MediaError> {
+        let header = match format {
+            ImageFormat::Jpeg => jpeg::read_header(bytes)?,
+            _ => raster::read_header(bytes, format)?,
+        };
+        if header.size.width == 0 || header.size.height == 0 {
+            return Err(MediaError::Unreadable {
+                format: format.name(),
+                reason: format!("its size is {}x{}", header.size.width, header.size.height),
+            });
+        }
+        Ok(header)
+    }
+}
+
+#[cfg(test)]
+mod tests;
