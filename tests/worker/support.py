@@ -8,17 +8,60 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from m3stack.batch import DeviceBatch, LayerCache, MediaRows
-from m3stack.kernels.interface import LayerPages, PagedRows
+from m3stack.kernels.interface import Kernels, LayerPages, PagedRows
+from m3stack.kernels.reference_table import reference_kernels
 from m3stack.models.minimax_m3.config import M3Config
 from m3stack.models.minimax_m3.model import M3Model
+from m3stack.models.minimax_m3.weights import load_model
 
 NO_ADDRESS = 1 << 30
+
+
+def load(path: Path, *, kernels: Kernels | None = None) -> M3Model:
+    """The model of a checkpoint directory, fp32 on the CPU."""
+    return load_model(
+        path,
+        config=M3Config.from_dir(path),
+        kernels=kernels or reference_kernels(),
+        device=torch.device("cpu"),
+        dtype=torch.float32,
+        progress=lambda done, total: None,
+    )
+
+
+@dataclass(slots=True)
+class Choices:
+    """What the layers of a model chose, in order of the calls.
+
+    `blocks` int32 [G, T, K] and `experts` int32 [T, k]: one entry per step and sparse layer.
+    """
+
+    blocks: list[Tensor] = field(default_factory=list)
+    experts: list[Tensor] = field(default_factory=list)
+    weights: list[Tensor] = field(default_factory=list)
+
+
+def recording(kernels: Kernels, choices: Choices) -> Kernels:
+    """The same kernels, which also note what was chosen."""
+
+    def choose_blocks(*arguments):
+        choices.blocks.append(kernels.choose_blocks(*arguments))
+        return choices.blocks[-1]
+
+    def route_tokens(*arguments):
+        ids, weights = kernels.route_tokens(*arguments)
+        choices.experts.append(ids)
+        choices.weights.append(weights)
+        return ids, weights
+
+    return replace(kernels, choose_blocks=choose_blocks, route_tokens=route_tokens)
 
 
 def make_cache(

@@ -1,0 +1,44 @@
+"""One golden model for all parity tests."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import pytest
+import torch
+
+from m3stack.kernels.reference_table import reference_kernels
+from m3stack.models.minimax_m3.model import M3Model
+from tests.parity import golden
+from tests.worker import support
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _one_torch_thread() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@dataclass(frozen=True, slots=True)
+class Golden:
+    """The golden model, and what it chose since the test began."""
+
+    model: M3Model
+    choices: support.Choices
+
+
+@pytest.fixture(scope="session")
+def _golden() -> Golden:
+    choices = support.Choices()
+    kernels = support.recording(reference_kernels(), choices)
+    return Golden(support.load(golden.DIRECTORY, kernels=kernels), choices)
+
+
+@pytest.fixture
+def golden_model(_golden: Golden) -> Golden:
+    for chosen in (_golden.choices.blocks, _golden.choices.experts, _golden.choices.weights):
+        chosen.clear()
+    return _golden
