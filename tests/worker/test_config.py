@@ -127,9 +127,7 @@ def test_booleans_and_numbers_are_read_from_text() -> None:
 
 def test_model_name_is_the_directory_unless_named() -> None:
     assert resolve(flags={"model_path": "/models/m3/"}, environ={}).model_name == "m3"
-    assert (
-        resolve(flags={"served_model_name": "x"}, environ={}).model_name == "x"
-    )
+    assert resolve(flags={"served_model_name": "x"}, environ={}).model_name == "x"
 
 
 def test_command_line_offers_every_setting(capsys: pytest.CaptureFixture[str]) -> None:

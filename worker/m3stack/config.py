@@ -13,7 +13,7 @@ import tomllib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import MISSING, dataclass, field, fields
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from m3stack.errors import StartupError
 
@@ -258,7 +258,8 @@ def _from_file(file: Path) -> dict[str, tuple[object, str]]:
             continue
         if table not in ("shared", "worker") or not isinstance(content, dict):
             raise StartupError(f"{file}: unknown {table}; expected [shared], [gateway], [worker]")
-        for name, value in content.items():
+        settings = cast(dict[str, object], content)
+        for name, value in settings.items():
             if name in names and (name in SHARED_NAMES) != (table == "shared"):
                 place = "shared" if name in SHARED_NAMES else "worker"
                 raise StartupError(f"{file}: [{table}] {name} belongs in [{place}]")

@@ -53,7 +53,8 @@ def test_pinned_items_are_never_evicted() -> None:
     ledger.reserve([claim(1)])
     ledger.mark_encoded(b"\x01")
     assert ledger.reserve([claim(2), claim(3)]) is None
-    assert ledger.is_encoded(b"\x01") and ledger.take_evicted() == []
+    assert ledger.is_encoded(b"\x01")
+    assert ledger.take_evicted() == []
     ledger.release([b"\x01"])
     assert ledger.reserve([claim(2), claim(3)]) == (False, False)
 
@@ -65,7 +66,8 @@ def test_refused_reservation_pins_and_evicts_nothing() -> None:
     ledger.release([b"\x01"])
     ledger.reserve([claim(2)])
     assert ledger.reserve([claim(1), claim(3)]) is None
-    assert ledger.num_pinned == 1 and ledger.take_evicted() == []
+    assert ledger.num_pinned == 1
+    assert ledger.take_evicted() == []
     assert ledger.reserve([claim(1)]) == (True,)
 
 
@@ -83,7 +85,8 @@ def test_item_never_encoded_is_forgotten_with_its_last_pin() -> None:
     ledger = MediaLedger(10)
     ledger.reserve([claim(1)])
     ledger.release([b"\x01"])
-    assert ledger.booked_bytes == 0 and ledger.take_evicted() == []
+    assert ledger.booked_bytes == 0
+    assert ledger.take_evicted() == []
 
 
 def test_release_wakes_who_waits() -> None:

@@ -26,10 +26,9 @@ def test_released_model_takes_the_published_bytes_a_token() -> None:
 
 
 def test_dense_layers_have_no_index_keys() -> None:
-    pool = KvPool(
-        PageShape((False, True), 2, 8, 4, 16, torch.bfloat16), 3, torch.device("cpu")
-    )
+    pool = KvPool(PageShape((False, True), 2, 8, 4, 16, torch.bfloat16), 3, torch.device("cpu"))
     dense, sparse = pool.layers
     assert dense.index_k_PBD is None
-    assert sparse.index_k_PBD is not None and sparse.index_k_PBD.shape == (3, 16, 4)
+    assert sparse.index_k_PBD is not None
+    assert sparse.index_k_PBD.shape == (3, 16, 4)
     assert sparse.k_PGBD.shape == sparse.v_PGBD.shape == (3, 2, 16, 8)

@@ -59,7 +59,8 @@ def test_released_pages_stay_findable_until_they_are_needed() -> None:
     for page, key in zip(pages, keys, strict=True):
         cache.register(page, key)
     cache.release(pages)
-    assert cache.num_available == 3 and cache.num_cached == 2
+    assert cache.num_available == 3
+    assert cache.num_cached == 2
     cache.take(2)
     # the tail went first: without its parent a page cannot be reached
     assert cache.match(keys) == pages[:1]
@@ -108,7 +109,8 @@ def test_reset_forgets_pages_in_use_as_well() -> None:
     assert cache.match([bytes([pages[0]])]) == []
     cache.release(pages[:1])
     cache.check([])
-    assert cache.num_available == 3 and cache.num_cached == 0
+    assert cache.num_available == 3
+    assert cache.num_cached == 0
 
 
 def test_disabled_cache_keeps_nothing() -> None:
@@ -116,7 +118,8 @@ def test_disabled_cache_keeps_nothing() -> None:
     pages = cache.take(1)
     cache.register(pages[0], b"k")
     cache.release(pages)
-    assert cache.match([b"k"]) == [] and cache.num_cached == 0
+    assert cache.match([b"k"]) == []
+    assert cache.num_cached == 0
 
 
 @given(st.lists(st.tuples(st.integers(0, 3), st.integers(0, 9), st.integers(1, 4)), max_size=60))

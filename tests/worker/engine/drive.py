@@ -111,9 +111,7 @@ class Drive:
             sequence = self.sequences[row.handle]
             assert row.start == sequence.num_computed
             assert row.end <= len(row.pages) * PAGE
-        patches = {
-            item.key: item.num_patches for s in self.sequences.values() for item in s.media
-        }
+        patches = {item.key: item.num_patches for s in self.sequences.values() for item in s.media}
         assert (
             len(plan.encodes) <= 1
             or sum(patches[encode.key] for encode in plan.encodes) <= limits.max_encode_patches

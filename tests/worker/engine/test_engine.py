@@ -28,9 +28,7 @@ def text(salt: int, *, length: int = 9, name: str = "r", **changes: object) -> R
 
 def picture(seed: int) -> Request:
     prompt = (1, *[IMAGE_ID] * 6, 2)
-    return Request(
-        "p", prompt, sampling(), PATCH_FORMAT, (image(seed, offset=1, num_tokens=6),)
-    )
+    return Request("p", prompt, sampling(), PATCH_FORMAT, (image(seed, offset=1, num_tokens=6),))
 
 
 def test_requests_start_stream_and_finish_with_what_they_get_alone() -> None:
@@ -42,7 +40,8 @@ def test_requests_start_stream_and_finish_with_what_they_get_alone() -> None:
             assert isinstance(ending, Finished)
             assert harness.tokens(handle) == greedy_alone(request)
             kinds = harness.told(handle)
-            assert kinds[0] is Started and kinds[-1] is Finished
+            assert kinds[0] is Started
+            assert kinds[-1] is Finished
             assert set(kinds[1:-1]) == {Tokens}
             assert ending.usage.prompt_tokens == len(request.prompt_token_ids)
             assert ending.usage.completion_tokens == len(harness.tokens(handle))
@@ -100,7 +99,8 @@ def test_failed_step_fails_its_requests_and_the_engine_goes_on() -> None:
         harness.runner.faults = [None, RuntimeError("broken kernel")]
         victim = harness.submit(text(1))
         ending = harness.ending(victim)
-        assert isinstance(ending, Failed) and ending.kind is ErrorKind.INTERNAL
+        assert isinstance(ending, Failed)
+        assert ending.kind is ErrorKind.INTERNAL
         assert "broken kernel" not in ending.message, "no internals to clients"
         good = text(2)
         handle = harness.submit(good)
@@ -121,7 +121,8 @@ def test_three_failed_steps_in_a_row_end_the_engine_with_the_reason() -> None:
         harness.runner.gate.set()
         for handle in (running, in_inbox):
             ending = harness.ending(handle)
-            assert isinstance(ending, Failed) and ending.kind is ErrorKind.INTERNAL
+            assert isinstance(ending, Failed)
+            assert ending.kind is ErrorKind.INTERNAL
         harness.wait_until(lambda: bool(harness.exits))
         assert str(harness.exits[0]) == "fault 2"
         with pytest.raises(WorkerError) as refused:
@@ -142,7 +143,8 @@ def test_lost_device_ends_the_engine_at_once() -> None:
     with EngineHarness() as harness:
         harness.runner.faults = [FatalStepError("device gone")]
         ending = harness.ending(harness.submit(text(1)))
-        assert isinstance(ending, Failed) and ending.kind is ErrorKind.INTERNAL
+        assert isinstance(ending, Failed)
+        assert ending.kind is ErrorKind.INTERNAL
         harness.wait_until(lambda: bool(harness.exits))
         assert isinstance(harness.exits[0], FatalStepError)
 
@@ -160,7 +162,8 @@ def test_broken_picture_fails_its_request_only() -> None:
         good = harness.submit(picture(5))
         harness.runner.gate.set()
         ending = harness.ending(bad)
-        assert isinstance(ending, Failed) and "vision encoder" in ending.message
+        assert isinstance(ending, Failed)
+        assert "vision encoder" in ending.message
         assert isinstance(harness.ending(good), Finished)
         assert isinstance(harness.ending(filler), Finished)
 
@@ -176,8 +179,10 @@ def test_request_that_cannot_be_set_up_fails_alone() -> None:
 def test_request_the_pool_can_never_hold_is_refused_with_numbers() -> None:
     with EngineHarness(Stack(num_pages=4)) as harness:
         ending = harness.ending(harness.submit(text(1, length=30, max_tokens=10)))
-        assert isinstance(ending, Failed) and ending.kind is ErrorKind.CONTEXT_TOO_LONG
-        assert "40 tokens" in ending.message and "has 4" in ending.message
+        assert isinstance(ending, Failed)
+        assert ending.kind is ErrorKind.CONTEXT_TOO_LONG
+        assert "40 tokens" in ending.message
+        assert "has 4" in ending.message
         assert isinstance(harness.ending(harness.submit(text(2))), Finished)
 
 
@@ -192,7 +197,8 @@ def test_stop_ends_running_and_queued_requests() -> None:
         harness.runner.gate.set()
         for handle in (running, queued):
             ending = harness.ending(handle)
-            assert isinstance(ending, Failed) and ending.kind is ErrorKind.WORKER_UNAVAILABLE
+            assert isinstance(ending, Failed)
+            assert ending.kind is ErrorKind.WORKER_UNAVAILABLE
     assert harness.exits == [None]
 
 
@@ -207,7 +213,8 @@ def test_forgotten_prefixes_are_computed_again() -> None:
             cached.append(ending.usage.cached_tokens)
             if len(cached) == 2:
                 harness.engine.forget_prefixes(freed.append)
-        assert cached == [0, 24, 0] and freed == [4]
+        assert cached == [0, 24, 0]
+        assert freed == [4]
 
 
 def test_metrics_tell_what_happened() -> None:

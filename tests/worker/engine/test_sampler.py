@@ -210,7 +210,8 @@ def test_logprobs_are_the_models_own_whatever_the_rules() -> None:
         temperature=0.5, top_k=3, logit_bias={2: 5.0}, logprobs=True, top_logprobs=4, seed=11
     )
     chosen = sampler_for(rules).sample(logits, [SampleRow(0, 0)])[0]
-    assert chosen is not None and chosen.logprob is not None
+    assert chosen is not None
+    assert chosen.logprob is not None
     assert chosen.logprob.logprob == pytest.approx(expected[chosen.token_id].item(), abs=1e-5)
     ranked = sorted(range(VOCAB), key=lambda t: (-logits[0, t].item(), t))[:4]
     assert [alternative[0] for alternative in chosen.logprob.top] == ranked
@@ -220,8 +221,10 @@ def test_logprobs_are_the_models_own_whatever_the_rules() -> None:
 
 def test_zero_top_logprobs_still_gives_the_own_one() -> None:
     chosen = sampler_for(sampling(logprobs=True)).sample(logits_of(4), [SampleRow(0, 0)])[0]
-    assert chosen is not None and chosen.logprob is not None
-    assert chosen.logprob.top == () and chosen.logprob.logprob < 0
+    assert chosen is not None
+    assert chosen.logprob is not None
+    assert chosen.logprob.top == ()
+    assert chosen.logprob.logprob < 0
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])

@@ -129,14 +129,13 @@ def test_preemption_takes_the_newest_first_and_spares_the_oldest() -> None:
     handles = [drive.add(text(prompt_of(8, salt), max_tokens=40)) for salt in range(4)]
     drive.drain()
     preempted = [handle for plan in drive.plans for handle in plan.preempted]
-    assert preempted and preempted[0] == handles[-1]
+    assert preempted
+    assert preempted[0] == handles[-1]
     assert handles[0] not in preempted
 
 
 def test_preemptions_of_a_request_are_bounded() -> None:
-    drive = Drive(
-        Stack(num_pages=12, prefix=False, limits=limits(batch=9, sequences=8))
-    )
+    drive = Drive(Stack(num_pages=12, prefix=False, limits=limits(batch=9, sequences=8)))
     for salt in range(24):
         drive.add(text(prompt_of(1 + salt % 20, salt), max_tokens=1 + (salt * 17) % 60))
     drive.drain()
@@ -160,9 +159,9 @@ def test_context_limit_ends_with_length() -> None:
     handle = drive.add(text(prompt_of(20), max_tokens=100))
     drive.drain()
     (ending,) = drive.endings[handle]
-    assert isinstance(ending, Finished) and ending.reason is FinishReason.LENGTH
+    assert isinstance(ending, Finished)
+    assert ending.reason is FinishReason.LENGTH
     assert len(drive.tokens[handle]) == 4
-
 
 
 def test_stop_id_is_reported_and_is_not_part_of_the_output() -> None:
@@ -185,14 +184,13 @@ def test_model_eos_ends_unless_ignored_and_min_tokens_postpones_it() -> None:
     ends = drive.add(Request("a", (3,), sampling(logit_bias={EOS_ID: 100.0}, ignore_eos=False)))
     ignores = drive.add(plain)
     late = drive.add(
-        Request(
-            "b", (3,), sampling(logit_bias={EOS_ID: 100.0}, ignore_eos=False, min_tokens=4)
-        )
+        Request("b", (3,), sampling(logit_bias={EOS_ID: 100.0}, ignore_eos=False, min_tokens=4))
     )
     drive.drain()
     assert drive.tokens[ends] == []
     assert drive.tokens[ignores] == [EOS_ID] * 6
-    assert len(drive.tokens[late]) == 4 and EOS_ID not in drive.tokens[late]
+    assert len(drive.tokens[late]) == 4
+    assert EOS_ID not in drive.tokens[late]
 
 
 def test_failed_step_ends_the_requests_in_it_and_no_other() -> None:
@@ -248,7 +246,8 @@ def test_shared_prefix_is_computed_once_and_reported() -> None:
     drive.drain()
     second = drive.add(text([*shared, 3, 4], max_tokens=2))
     plan = drive.step()
-    assert plan.rows[0].start == 5 * PAGE and plan.num_tokens == 2
+    assert plan.rows[0].start == 5 * PAGE
+    assert plan.num_tokens == 2
     drive.drain()
     endings = [drive.endings[handle][0] for handle in (first, second)]
     assert [e.usage.cached_tokens for e in endings if isinstance(e, Finished)] == [0, 5 * PAGE]
@@ -345,9 +344,7 @@ def test_preempted_picture_is_not_encoded_twice() -> None:
 @st.composite
 def workloads(draw: st.DrawFn) -> list[tuple[int, int, int, int]]:
     """(arrival step, prompt length, max tokens, what to do: 0 text, 1 shared text, 2 picture)."""
-    entry = st.tuples(
-        st.integers(0, 30), st.integers(1, 50), st.integers(1, 40), st.integers(0, 2)
-    )
+    entry = st.tuples(st.integers(0, 30), st.integers(1, 50), st.integers(1, 40), st.integers(0, 2))
     return sorted(draw(st.lists(entry, min_size=1, max_size=12)))
 
 

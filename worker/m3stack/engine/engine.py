@@ -182,7 +182,7 @@ class Engine:
         try:
             while self._take_messages():
                 self._turn()
-        except BaseException as error:
+        except BaseException as error:  # noqa: BLE001 - no request may hang on a dead thread
             failure = error
             _log.critical("engine_failed error=%s", type(error).__name__, exc_info=error)
         try:
@@ -229,7 +229,7 @@ class Engine:
             return
         try:
             self._runner.begin(message.handle, request, stop_ids=sequence.stop_ids)
-        except Exception as error:
+        except Exception as error:  # noqa: BLE001 - the request alone fails
             _log.exception("request_setup_failed handle=%d", message.handle)
             text = f"the request could not be set up: {type(error).__name__}"
             self._send([(message.handle, Failed(ErrorKind.INTERNAL, text))])
@@ -253,7 +253,7 @@ class Engine:
             result = self._runner.execute(plan)
         except FatalStepError:
             raise
-        except Exception as error:
+        except Exception as error:  # noqa: BLE001 - the step's requests alone fail
             events = self._step_failed(plan, error)
         else:
             self._failed_in_a_row = 0

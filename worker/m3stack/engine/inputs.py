@@ -113,9 +113,7 @@ def media_rows(
                     start = first_row + low - row.start
                     result.append(
                         MediaRows(
-                            rows_N=torch.arange(
-                                start, start + high - low, device=features.device
-                            ),
+                            rows_N=torch.arange(start, start + high - low, device=features.device),
                             features_NM=features[feature : feature + high - low],
                         )
                     )

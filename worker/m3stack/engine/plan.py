@@ -88,7 +88,7 @@ class StepResult:
     """
 
     sampled: Mapping[int, Sampled]
-    failures: Mapping[int, str] = field(default_factory=dict)
+    failures: Mapping[int, str] = field(default_factory=dict[int, str])
     settled: tuple[int, ...] = ()
 
 

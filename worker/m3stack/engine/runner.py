@@ -35,6 +35,7 @@ class Runner(Protocol):
             FatalStepError: no further step can succeed.
             Exception: whatever else went wrong with the step as a whole.
         """
+        ...
 
 
 class ModelRunner:
@@ -110,9 +111,7 @@ class ModelRunner:
 
     def _encode(self, plan: StepPlan) -> Mapping[int, str]:
         """Encodes what the plan names; also fails the rows that needed an item that failed."""
-        failures = dict(
-            self._encoder.run([(encode.handle, encode.key) for encode in plan.encodes])
-        )
+        failures = dict(self._encoder.run([(encode.handle, encode.key) for encode in plan.encodes]))
         broken = {encode.key for encode in plan.encodes if encode.handle in failures}
         if not broken:
             return failures

@@ -116,9 +116,7 @@ class Sampler:
                 [rules[index].sampling for index in random],
                 [_uniform(rules[i].sampling.seed, rows[i].output_index) for i in random],
             )
-            chosen_S = chosen_S.index_copy(
-                0, torch.tensor(random, device=self._device), picked
-            )
+            chosen_S = chosen_S.index_copy(0, torch.tensor(random, device=self._device), picked)
         best_S = adjusted_SV.amax(-1)  # NaN if any entry is
         chosen_S = torch.where(best_S.isfinite(), chosen_S, _NO_TOKEN)
         for index, rule in enumerate(rules):

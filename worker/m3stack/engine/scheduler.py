@@ -50,11 +50,11 @@ class SchedulerLimits:
 class _Draft:
     """A plan in the making."""
 
-    rows: list[Row] = field(default_factory=list)
-    encodes: dict[bytes, EncodeItem] = field(default_factory=dict)
+    rows: list[Row] = field(default_factory=list[Row])
+    encodes: dict[bytes, EncodeItem] = field(default_factory=dict[bytes, EncodeItem])
     encode_patches: int = 0
-    admissions: list[Admission] = field(default_factory=list)
-    preempted: list[int] = field(default_factory=list)
+    admissions: list[Admission] = field(default_factory=list[Admission])
+    preempted: list[int] = field(default_factory=list[int])
 
 
 class Scheduler:
@@ -104,7 +104,8 @@ class Scheduler:
 
     def add(self, sequence: Sequence) -> None:
         """Queues a new sequence that `fits`."""
-        assert not self._is_executing and self.fits(sequence)
+        assert not self._is_executing
+        assert self.fits(sequence)
         assert sequence.handle not in self._by_handle
         self._by_handle[sequence.handle] = sequence
         self._waiting.append(sequence)
@@ -173,9 +174,8 @@ class Scheduler:
         """Raises AssertionError unless pages, states and lists agree."""
         self._pages.check([page for sequence in self._running for page in sequence.pages])
         listed = [*self._running, *self._waiting]
-        assert {s.handle for s in listed} == set(self._by_handle) and len(listed) == len(
-            self._by_handle
-        )
+        assert {s.handle for s in listed} == set(self._by_handle)
+        assert len(listed) == len(self._by_handle)
         assert all(s.state is SequenceState.RUNNING for s in self._running)
         assert all(s.state is SequenceState.WAITING and not s.pages for s in self._waiting)
         assert self._waiting_tokens == sum(s.num_prompt for s in self._waiting)

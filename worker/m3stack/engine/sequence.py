@@ -100,7 +100,8 @@ class Sequence:
 
     def accept(self, sampled: Sampled) -> tuple[FinishReason, int | None] | None:
         """Appends an output token unless it stops the sequence; says why it ended, if it did."""
-        assert self.num_uncomputed == 0 and self.num_output < self.max_output
+        assert self.num_uncomputed == 0
+        assert self.num_output < self.max_output
         if sampled.token_id in self.stop_ids:
             return FinishReason.STOP, sampled.token_id
         self.tokens.append(sampled.token_id)
@@ -110,7 +111,8 @@ class Sequence:
 
     def restart(self) -> None:
         """Forgets what is computed, after its pages were taken away."""
-        assert self.state is SequenceState.RUNNING and not self.pages
+        assert self.state is SequenceState.RUNNING
+        assert not self.pages
         self.state = SequenceState.WAITING
         self.num_computed = 0
         self.num_preemptions += 1
@@ -118,7 +120,8 @@ class Sequence:
 
     def start(self, matched_pages: list[int]) -> None:
         """Runs, with the pages that the prefix cache had."""
-        assert self.state is SequenceState.WAITING and not self.pages
+        assert self.state is SequenceState.WAITING
+        assert not self.pages
         self.state = SequenceState.RUNNING
         self.pages = matched_pages
         self.num_computed = len(matched_pages) * self.page_tokens

@@ -1,0 +1,249 @@
+"""Builds what a worker runs from its configuration: model, cache, engine."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from m3stack.cache.media import MediaLedger
+from m3stack.cache.pages import PageAllocator
+from m3stack.cache.pool import KvPool, PageShape
+from m3stack.cache.prefix import PrefixCache
+from m3stack.config import WorkerConfig
+from m3stack.engine.encoder import Encoder
+from m3stack.engine.engine import EngineParts, EngineSettings
+from m3stack.engine.inputs import InputBuilder
+from m3stack.engine.runner import ModelRunner
+from m3stack.engine.sampler import Sampler
+from m3stack.engine.scheduler import Scheduler, SchedulerLimits
+from m3stack.errors import StartupError
+from m3stack.kernels.interface import Kernels
+from m3stack.kernels.reference_table import reference_kernels
+from m3stack.models.minimax_m3.config import M3Config
+from m3stack.models.minimax_m3.model import M3Model
+from m3stack.models.minimax_m3.weights import load_model
+from m3stack.rpc.checks import ModelLimits
+from m3stack.telemetry import WorkerMetrics
+
+_log = logging.getLogger(__name__)
+
+# a CPU shares its memory with everything else on the machine
+CPU_POOL_BYTES = 1 << 30
+CPU_BATCH_TOKENS, GPU_BATCH_TOKENS = 512, 8192
+# below that many parameters, handing work to threads costs more than it saves
+SMALL_MODEL_VALUES = 50_000_000
+
+Progress = Callable[[int, int], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Hardware:
+    """Where the model runs, and in what."""
+
+    device: torch.device
+    dtype: torch.dtype
+
+
+@dataclass(frozen=True, slots=True)
+class Surroundings:
+    """What exists before the model does.
+
+    Attributes:
+        progress: called with bytes loaded and bytes in all; may raise to end the loading.
+    """
+
+    media: MediaLedger
+    metrics: WorkerMetrics
+    progress: Progress
+
+
+@dataclass(frozen=True, slots=True)
+class Assembly:
+    """A loaded worker, ready for an engine thread.
+
+    Attributes:
+        limits: what requests must agree with.
+        page_tokens: tokens of a page.
+    """
+
+    parts: EngineParts
+    settings: EngineSettings
+    limits: ModelLimits
+
+
+def choose_hardware(config: WorkerConfig) -> Hardware:
+    """Device and dtype the configuration asks for.
+
+    Raises:
+        StartupError: the machine does not have it.
+    """
+    name = config.device
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    device = torch.device(name)
+    if device.type == "cuda":
+        if not torch.cuda.is_available():
+            raise StartupError(f"device is {config.device}, but torch sees no CUDA GPU here")
+        if (device.index or 0) >= torch.cuda.device_count():
+            raise StartupError(
+                f"device is {config.device}, but there are only {torch.cuda.device_count()} GPUs"
+            )
+    if config.tensor_parallel != 1:
+        raise StartupError(
+            f"tensor_parallel is {config.tensor_parallel}, but this version runs on one device; "
+            "set it to 1"
+        )
+    by_device = torch.float32 if device.type == "cpu" else torch.bfloat16
+    dtypes = {"auto": by_device, "float32": torch.float32, "bfloat16": torch.bfloat16}
+    return Hardware(device, dtypes[config.dtype])
+
+
+def context_limit(config: WorkerConfig, model: M3Config) -> int:
+    """Most tokens of prompt and output together, as far as settings and model go.
+
+    Raises:
+        StartupError: the setting is more than the model supports.
+    """
+    supported = model.max_position_embeddings
+    if config.max_context_tokens > supported:
+        raise StartupError(
+            f"max_context_tokens is {config.max_context_tokens}, the model supports {supported}"
+        )
+    return config.max_context_tokens or supported
+
+
+def assemble(
+    config: WorkerConfig, model_config: M3Config, hardware: Hardware, around: Surroundings
+) -> Assembly:
+    """Loads the model and builds everything around it; takes as long as loading does.
+
+    Raises:
+        StartupError: checkpoint, kernels or memory do not allow it.
+    """
+    kernels = _kernels(config.kernels)
+    model = load_model(
+        Path(config.model_path),
+        config=model_config,
+        kernels=kernels,
+        device=hardware.device,
+        dtype=hardware.dtype,
+        progress=around.progress,
+    )
+    if hardware.device.type == "cpu":
+        _set_threads(config, model)
+    pool = _build_pool(config, model_config, hardware)
+    page_tokens = model_config.block_tokens
+    context = min(context_limit(config, model_config), pool.num_pages * page_tokens)
+    if context < context_limit(config, model_config):
+        _log.warning(
+            "context_reduced max_context_tokens=%d supported=%d reason=cache_pages",
+            context,
+            context_limit(config, model_config),
+        )
+    pages = PrefixCache(PageAllocator(pool.num_pages), enabled=config.prefix_cache)
+    media = around.media
+    runner = ModelRunner(
+        model.forward,
+        pool.layers,
+        encoder=Encoder(model.encode_media, media, hardware.device),
+        inputs=InputBuilder(page_tokens, hardware.device),
+        sampler=Sampler(model_config.vocab_size, hardware.device),
+    )
+    limits = _scheduler_limits(config, hardware.device)
+    parts = EngineParts(Scheduler(limits, pages, media), pages, runner, media, around.metrics)
+    _log.info(
+        "assembled device=%s dtype=%s kernels=%s pages=%d pool_bytes=%d max_context_tokens=%d",
+        hardware.device,
+        hardware.dtype,
+        kernels.name,
+        pool.num_pages,
+        pool.num_bytes,
+        context,
+    )
+    return Assembly(
+        parts,
+        EngineSettings(
+            page_tokens=page_tokens,
+            max_context_tokens=context,
+            eos_token_id=model_config.eos_token_id,
+        ),
+        model_limits(model_config, context, hardware.dtype),
+    )
+
+
+def model_limits(model: M3Config, max_context_tokens: int, dtype: torch.dtype) -> ModelLimits:
+    """What a request for this model must agree with."""
+    return ModelLimits(
+        fingerprint=model.facts().fingerprint(),
+        vocab_size=model.vocab_size,
+        max_context_tokens=max_context_tokens,
+        image_token_id=model.image_token_id,
+        video_token_id=model.video_token_id,
+        channels=model.vision.num_channels,
+        patch_size=model.vision.patch_size,
+        temporal_patch_size=model.vision.temporal_patch_size,
+        merge_size=model.vision.merge_size,
+        feature_bytes_per_token=model.hidden_size * dtype.itemsize,
+    )
+
+
+def _kernels(name: str) -> Kernels:
+    if name not in ("auto", "reference"):
+        raise StartupError(f"kernels is {name!r}, expected auto or reference")
+    return reference_kernels()
+
+
+def _set_threads(config: WorkerConfig, model: M3Model) -> None:
+    num_values = sum(parameter.numel() for parameter in model.parameters())
+    automatic = 1 if num_values < SMALL_MODEL_VALUES else len(os.sched_getaffinity(0))
+    torch.set_num_threads(config.cpu_threads or automatic)
+
+
+def _scheduler_limits(config: WorkerConfig, device: torch.device) -> SchedulerLimits:
+    automatic = CPU_BATCH_TOKENS if device.type == "cpu" else GPU_BATCH_TOKENS
+    return SchedulerLimits(
+        max_batch_tokens=config.max_batch_tokens or max(automatic, 2 * config.max_sequences),
+        max_sequences=config.max_sequences,
+        max_encode_patches=config.max_encode_patches,
+    )
+
+
+def _build_pool(config: WorkerConfig, model: M3Config, hardware: Hardware) -> KvPool:
+    shape = PageShape(
+        sparse_layers=model.sparse_layers,
+        num_kv_heads=model.num_kv_heads,
+        head_dim=model.head_dim,
+        index_dim=model.index_dim,
+        page_tokens=model.block_tokens,
+        dtype=hardware.dtype,
+    )
+    num_pages = config.num_pages
+    if not num_pages:
+        num_bytes = int(_free_bytes(hardware.device) * config.kv_memory_fraction)
+        # more than every request at full length could ever use is of no use
+        useful = config.max_sequences * -(-context_limit(config, model) // model.block_tokens)
+        num_pages = min(num_bytes // shape.bytes_per_page, useful)
+        if num_pages < 1:
+            raise StartupError(
+                f"a cache page takes {shape.bytes_per_page} bytes, only {num_bytes} are free; "
+                "free memory or raise kv_memory_fraction"
+            )
+    try:
+        return KvPool(shape, num_pages, hardware.device)
+    except RuntimeError as error:
+        raise StartupError(
+            f"{num_pages} cache pages of {shape.bytes_per_page} bytes do not fit: {error}; "
+            "lower num_pages or kv_memory_fraction"
+        ) from error
+
+
+def _free_bytes(device: torch.device) -> int:
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[0]
+    available = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    return min(available, CPU_POOL_BYTES)

@@ -1,0 +1,182 @@
+"""Generated messages to plain types and back, for server and client alike."""
+
+from __future__ import annotations
+
+from m3stack.errors import ErrorKind, WorkerError
+from m3stack.types import (
+    Event,
+    Finished,
+    FinishReason,
+    Load,
+    MediaItem,
+    PatchFormat,
+    Request,
+    Sampling,
+    Started,
+    TokenLogprob,
+    Tokens,
+    Usage,
+)
+from m3stack.worker.v1 import worker_pb2 as pb
+
+ERROR_TRAILER = "m3stack-error-bin"
+
+
+def started_to_proto(event: Started) -> pb.GenerateResponse:
+    return pb.GenerateResponse(
+        started=pb.Started(queue_ms=event.queue_ms, cached_tokens=event.cached_tokens)
+    )
+
+
+def tokens_to_proto(event: Tokens) -> pb.GenerateResponse:
+    return pb.GenerateResponse(
+        tokens=pb.Tokens(
+            token_ids=event.token_ids,
+            logprobs=[
+                pb.TokenLogprob(
+                    logprob=entry.logprob,
+                    top=[pb.Alternative(token_id=t, logprob=value) for t, value in entry.top],
+                )
+                for entry in event.logprobs
+            ],
+        )
+    )
+
+
+def finished_to_proto(event: Finished) -> pb.GenerateResponse:
+    usage = event.usage
+    return pb.GenerateResponse(
+        finished=pb.Finished(
+            reason=f"FINISH_REASON_{event.reason.name}",
+            stop_token_id=event.stop_token_id,
+            usage=pb.Usage(
+                prompt_tokens=usage.prompt_tokens,
+                cached_tokens=usage.cached_tokens,
+                completion_tokens=usage.completion_tokens,
+                image_tokens=usage.image_tokens,
+                video_tokens=usage.video_tokens,
+            ),
+        )
+    )
+
+
+def event_from_proto(response: pb.GenerateResponse) -> Event | None:
+    """The event in a reply, or None if it holds no event (media needs)."""
+    body = response.WhichOneof("body")
+    if body == "started":
+        return Started(response.started.queue_ms, response.started.cached_tokens)
+    if body == "tokens":
+        logprobs = tuple(
+            TokenLogprob(entry.logprob, tuple((a.token_id, a.logprob) for a in entry.top))
+            for entry in response.tokens.logprobs
+        )
+        return Tokens(tuple(response.tokens.token_ids), logprobs)
+    if body == "finished":
+        given = response.finished
+        usage = given.usage
+        return Finished(
+            FinishReason(given.reason),
+            given.stop_token_id if given.HasField("stop_token_id") else None,
+            Usage(
+                prompt_tokens=usage.prompt_tokens,
+                cached_tokens=usage.cached_tokens,
+                completion_tokens=usage.completion_tokens,
+                image_tokens=usage.image_tokens,
+                video_tokens=usage.video_tokens,
+            ),
+        )
+    return None
+
+
+def header_to_proto(request: Request, fingerprint: bytes) -> pb.GenerateHeader:
+    """The header that announces a request; its patches follow in chunks."""
+    header = pb.GenerateHeader(
+        request_id=request.request_id,
+        fingerprint=fingerprint,
+        prompt_token_ids=request.prompt_token_ids,
+        sampling=_sampling_to_proto(request.sampling),
+        media=[_item_to_proto(item, request.patch_format) for item in request.media],
+    )
+    if request.patch_format is not None:
+        header.patch_format.CopyFrom(_patch_format_to_proto(request.patch_format))
+    return header
+
+
+def _sampling_to_proto(sampling: Sampling) -> pb.Sampling:
+    return pb.Sampling(
+        temperature=sampling.temperature,
+        top_p=sampling.top_p,
+        top_k=sampling.top_k,
+        min_p=sampling.min_p,
+        seed=sampling.seed,
+        max_tokens=sampling.max_tokens,
+        min_tokens=sampling.min_tokens,
+        ignore_eos=sampling.ignore_eos,
+        repetition_penalty=sampling.repetition_penalty,
+        presence_penalty=sampling.presence_penalty,
+        frequency_penalty=sampling.frequency_penalty,
+        logprobs=sampling.logprobs,
+        top_logprobs=sampling.top_logprobs,
+        stop_token_ids=sorted(sampling.stop_token_ids),
+        logit_bias=dict(sampling.logit_bias),
+    )
+
+
+def _patch_format_to_proto(patch_format: PatchFormat) -> pb.PatchFormat:
+    return pb.PatchFormat(
+        dtype=pb.PATCH_DTYPE_U8,
+        mean=patch_format.mean,
+        std=patch_format.std,
+        channels=patch_format.channels,
+        patch_size=patch_format.patch_size,
+        temporal_patch_size=patch_format.temporal_patch_size,
+        merge_size=patch_format.merge_size,
+    )
+
+
+def _item_to_proto(item: MediaItem, patch_format: PatchFormat | None) -> pb.MediaItem:
+    assert patch_format is not None
+    t, h, w = item.grid_thw
+    row_bytes = patch_format.channels * item.frames_per_patch * patch_format.patch_size**2
+    return pb.MediaItem(
+        kind=f"MEDIA_KIND_{item.kind.name}",
+        media_hash=item.media_hash,
+        grid=pb.Grid(t=t, h=h, w=w),
+        frames_per_patch=item.frames_per_patch,
+        patch_bytes=t * h * w * row_bytes,
+        spans=[pb.Span(offset=span.offset, length=span.length) for span in item.spans],
+    )
+
+
+def load_to_proto(load: Load) -> pb.Load:
+    return pb.Load(
+        running_requests=load.running_requests,
+        waiting_requests=load.waiting_requests,
+        waiting_prompt_tokens=load.waiting_prompt_tokens,
+        used_pages=load.used_pages,
+        total_pages=load.total_pages,
+        steps=load.steps,
+    )
+
+
+def load_from_proto(load: pb.Load) -> Load:
+    return Load(
+        running_requests=load.running_requests,
+        waiting_requests=load.waiting_requests,
+        waiting_prompt_tokens=load.waiting_prompt_tokens,
+        used_pages=load.used_pages,
+        total_pages=load.total_pages,
+        steps=load.steps,
+    )
+
+
+def error_to_proto(kind: ErrorKind, message: str, param: str) -> bytes:
+    """What stands in the trailer of a failed call."""
+    detail = pb.ErrorDetail(kind=f"ERROR_KIND_{kind.name}", message=message, param=param)
+    return detail.SerializeToString()
+
+
+def error_from_proto(trailer: bytes) -> WorkerError:
+    """The failure in an error trailer."""
+    detail = pb.ErrorDetail.FromString(trailer)
+    return WorkerError(ErrorKind(detail.kind), detail.message, detail.param)
