@@ -1,0 +1,113 @@
+"""The Triton pointwise kernels against the plain reference, through the interpreter on a CPU."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+import torch
+
+if not torch.cuda.is_available():
+    os.environ["TRITON_INTERPRET"] = "1"  # read when a kernel is declared
+
+triton = pytest.importorskip("triton")
+
+from m3stack.kernels.interface import HeadNorms, LayerPages  # noqa: E402
+from m3stack.kernels.pointwise import reference, with_triton  # noqa: E402
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+DIM, ROTATED, PAGE = 128, 64, 128
+
+
+def close(actual: torch.Tensor, expected: torch.Tensor) -> None:
+    # sums of squares in another order move a rounding by one unit in the last place, and rotary
+    # adds two rounded terms; the interpreter cuts to bf16 instead of rounding, one unit each time
+    units = 3 * torch.finfo(expected.dtype).eps if expected.dtype == torch.bfloat16 else 2.0**-10
+    largest = expected.float().abs().max().item()
+    torch.testing.assert_close(
+        actual.float(), expected.float(), rtol=0.0, atol=units * max(largest, 1.0)
+    )
+
+
+def norm_weights(seed: int, has_index: bool) -> HeadNorms:
+    torch.manual_seed(seed)
+    q, k, index_q, index_k = 0.3 * torch.randn(4, DIM, device=DEVICE)
+    if not has_index:
+        return HeadNorms(q, k, None, None, 1e-6)
+    return HeadNorms(q, k, index_q, index_k, 1e-6)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("heads", "groups", "has_index"), [(64, 4, True), (16, 1, True), (8, 2, False), (48, 1, True)]
+)
+def test_prologue_writes_what_the_reference_writes(dtype, heads, groups, has_index):
+    torch.manual_seed(3)
+    num_tokens, num_pages = 5, 4
+    width = heads + 2 * groups + (groups + 1 if has_index else 0)
+    # slices of one projection row, as the model passes them
+    row = (2 * torch.randn(num_tokens, width, DIM, device=DEVICE)).to(dtype)
+    q, k, v = row[:, :heads], row[:, heads : heads + groups], row[:, heads + groups :][:, :groups]
+    index_q = row[:, heads + 2 * groups :][:, :groups] if has_index else None
+    index_k = row[:, -1] if has_index else None
+    angle = torch.rand(num_tokens, ROTATED // 2, device=DEVICE) * 6.3
+    slots = torch.tensor([130, 5, -1, 511, 127], device=DEVICE)
+    norms = norm_weights(4, has_index)
+
+    def run(prologue):
+        pool = (num_pages, groups, PAGE, DIM)
+        pages = LayerPages(
+            torch.full(pool, 7.0, dtype=dtype, device=DEVICE),
+            torch.full(pool, 7.0, dtype=dtype, device=DEVICE),
+            torch.full((num_pages, PAGE, DIM), 7.0, dtype=dtype, device=DEVICE)
+            if has_index
+            else None,
+        )
+        inputs = (q, k, v, index_q, index_k, norms, angle.cos(), angle.sin(), slots, pages)
+        return pages, *prologue(*inputs)
+
+    expected_pages, expected_q, expected_index_q = run(reference.attention_prologue)
+    pages, actual_q, actual_index_q = run(with_triton.attention_prologue)
+    close(actual_q, expected_q)
+    close(pages.k_PGBD, expected_pages.k_PGBD)
+    assert torch.equal(pages.v_PGBD, expected_pages.v_PGBD)
+    assert (actual_index_q is None) == (not has_index)
+    if has_index:
+        close(actual_index_q, expected_index_q)
+        close(pages.index_k_PBD, expected_pages.index_k_PBD)
+    # four written slots and nothing else
+    untouched = (pages.v_PGBD == 7.0).all(-1).all(1)
+    assert int((~untouched).sum()) == 4
+
+
+def test_prologue_of_no_tokens_writes_nothing():
+    pool = torch.zeros(1, 1, PAGE, DIM, device=DEVICE)
+    empty = torch.zeros(0, 1, DIM, device=DEVICE)
+    angle = torch.zeros(0, ROTATED // 2, device=DEVICE)
+    slots = torch.zeros(0, dtype=torch.int64, device=DEVICE)
+    pages = LayerPages(pool, pool.clone(), None)
+    q, index_q = with_triton.attention_prologue(
+        empty, empty, empty, None, None, norm_weights(5, False), angle, angle, slots, pages
+    )
+    assert q.shape == (0, 1, DIM)
+    assert index_q is None
+
+
+@pytest.mark.parametrize("width", [128, 6144, 100])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+def test_gemma_norm_matches_the_reference(width, dtype):
+    torch.manual_seed(6)
+    x = (3 * torch.randn(2, 3, width, device=DEVICE)).to(dtype)
+    weight = torch.randn(width, device=DEVICE)
+    close(with_triton.gemma_norm(x, weight, 1e-6), reference.gemma_norm(x, weight, 1e-6))
+
+
+@pytest.mark.parametrize("width", [96, 3072])
+def test_swiglu_matches_the_reference_past_its_limits(width):
+    torch.manual_seed(7)
+    both = (9 * torch.randn(3, 2 * width, device=DEVICE)).to(torch.bfloat16)
+    both[0, 0], both[1, width + 1] = float("nan"), float("nan")
+    gate, up = both.chunk(2, dim=-1)
+    actual = with_triton.swiglu_oai(gate, up, 1.702, 7.0)
+    expected = reference.swiglu_oai(gate, up, 1.702, 7.0)
+    torch.testing.assert_close(actual, expected, rtol=2.0**-7, atol=1e-3, equal_nan=True)
