@@ -5,7 +5,7 @@ use super::orientation::Orientation;
 use super::pixels;
 use crate::error::MediaError;
 use crate::types::{ImageSize, RgbFrame};
-use turbojpeg::{Colorspace, Decompressor, Image, PixelFormat};
+use turbojpeg::{Colorspace, DecompressHeader, Decompressor, Image, PixelFormat};
 
 const FORMAT: &str = "JPEG";
 
@@ -53,10 +53,24 @@ pub(super) fn decode(bytes: &[u8], size: ImageSize) -> Result<RgbFrame, MediaErr
     if !Segments::of(bytes).any(|segment| segment.marker == 0xd9) {
         return Err(truncated("it ends inside a scan, without an end marker"));
     }
-    let failed = |error: turbojpeg::Error| unreadable(error.to_string());
     let mut decompressor = Decompressor::new().map_err(failed)?;
     decompressor.set_scan_limit(MAX_SCANS).map_err(failed)?;
-    let header = decompressor.read_header(bytes).map_err(failed)?;
+    let header = decompressor.read_header(bytes);
+    if header.as_ref().is_err_and(is_harmless) {
+        // the library's header call has no way to go on after a warning
+        let tidy = with_tidy_header(bytes);
+        let header = decompressor.read_header(&tidy).map_err(failed)?;
+        return decode_scans(&mut decompressor, &tidy, header, size);
+    }
+    decode_scans(&mut decompressor, bytes, header.map_err(failed)?, size)
+}
+
+fn decode_scans(
+    decompressor: &mut Decompressor,
+    bytes: &[u8],
+    header: DecompressHeader,
+    size: ImageSize,
+) -> Result<RgbFrame, MediaError> {
     let (width, height) = (size.width as usize, size.height as usize);
     if (header.width, header.height) != (width, height) {
         let (w, h) = (header.width, header.height);
@@ -67,14 +81,50 @@ pub(super) fn decode(bytes: &[u8], size: ImageSize) -> Result<RgbFrame, MediaErr
     let pitch = width * format.size();
     let mut samples = vec![0; pitch * height];
     let image = Image { pixels: samples.as_mut_slice(), width, pitch, height, format };
-    if let Err(error) = decompressor.decompress(bytes, image) {
-        let text = error.to_string();
-        if !HARMLESS_WARNINGS.iter().any(|warning| text.contains(warning)) {
-            return Err(unreadable(text));
-        }
+    match decompressor.decompress(bytes, image) {
+        // a warning, unlike an error, comes after the whole picture was written
+        Err(error) if !is_harmless(&error) => return Err(failed(error)),
+        _ => {}
     }
     let pixels = if is_cmyk { pixels::inverted_cmyk_to_rgb(&samples) } else { samples };
     Ok(RgbFrame { size, pixels })
+}
+
+fn failed(error: turbojpeg::Error) -> MediaError {
+    match error {
+        turbojpeg::Error::TurboJpegError(text) => unreadable(text),
+        other => unreadable(other.to_string()),
+    }
+}
+
+fn is_harmless(error: &turbojpeg::Error) -> bool {
+    let text = error.to_string();
+    HARMLESS_WARNINGS.iter().any(|warning| text.contains(warning))
+}
+
+/// The file without what makes the library warn before the first scan: bytes between segments, an
+/// unheard-of JFIF revision, an unheard-of Adobe transform (which then counts as the usual one).
+fn with_tidy_header(bytes: &[u8]) -> Vec<u8> {
+    let mut out = bytes[..2].to_vec();
+    let mut segments = Segments::of(bytes);
+    let mut components = 3;
+    for Segment { marker, body } in segments.by_ref() {
+        let length = (body.len() as u16 + 2).to_be_bytes();
+        out.extend([0xff, marker, length[0], length[1]]);
+        let start = out.len();
+        out.extend(body);
+        match marker {
+            0xc0..=0xc3 => components = body.get(5).copied().unwrap_or(components),
+            0xe0 if body.starts_with(b"JFIF\0") && body.len() >= 7 => out[start + 5] = 1,
+            0xee if body.starts_with(b"Adobe") && body.len() >= 12 && body[11] > 2 => {
+                out[start + 11] = if components == 4 { 2 } else { 1 };
+            }
+            0xda => break,
+            _ => {}
+        }
+    }
+    out.extend(segments.rest);
+    out
 }
 
 /// Size in a frame header: precision, height, width, components.
@@ -141,30 +191,4 @@ impl<'a> Iterator for Segments<'a> {
 }
 
 #[cfg(test)]
-mod tests {
-    use super::{MediaError, Segments, read_header};
-
-    #[test]
-    fn markers_are_found_across_padding_restarts_and_stuffed_bytes() {
-        let mut bytes = b"\xff\xd8".to_vec();
-        bytes.extend(b"\xff\xff\xff\xfe\x00\x04\xff\xd9"); // padded comment that holds an end marker
-        bytes.extend(b"junk\xff\xda\x00\x03\x01"); // bytes between segments, then a scan header
-        bytes.extend(b"\x12\xff\x00\x34\xff\xd3\x56\xff\xff\xd9"); // coded data, then the end
-        let markers: Vec<u8> = Segments::of(&bytes).map(|segment| segment.marker).take(3).collect();
-        assert_eq!(markers, [0xfe, 0xda, 0xd9]);
-    }
-
-    #[test]
-    fn a_file_cut_before_its_frame_header_is_truncated() {
-        for bytes in [b"\xff\xd8\xff".as_slice(), b"\xff\xd8\xff\xc0\x00\x11\x08\x00"] {
-            assert!(matches!(read_header(bytes), Err(MediaError::Truncated { .. })));
-        }
-    }
-
-    #[test]
-    fn a_scan_or_an_end_before_the_frame_header_is_unreadable() {
-        for bytes in [b"\xff\xd8\xff\xda\x00\x02\x00".as_slice(), b"\xff\xd8\xff\xd9"] {
-            assert!(matches!(read_header(bytes), Err(MediaError::Unreadable { .. })));
-        }
-    }
-}
+mod tests;
