@@ -1,11 +1,22 @@
 //! Pure request logic: what a client asked, what the model reads, what the model's text means.
 //!
 //! One way only: `openai` → `conversation` → `prompt` (with `template`, `tokenizer`) and
-//! `detokenize` → `output` (with a model's parser). No sockets, clock, threads or async.
-//! Facts about one model live behind [`model::ModelSpec`], in that model's folder.
+//! `detokenize` → `output` (with a model's parser) → `stop`. No sockets, clock, threads or async.
+//! Facts about one model live behind [`model::ModelSpec`], in that model's folder;
+//! [`checkpoint::open`] reads a checkpoint's files and puts everything together.
 
+pub mod checkpoint;
+pub mod conversation;
+pub mod detokenize;
 pub mod error;
+pub mod json;
+pub mod markers;
 pub mod model;
+pub mod openai;
 pub mod output;
+pub mod prompt;
+pub mod stop;
+pub mod template;
+pub mod tokenizer;
 
 pub use error::{RequestError, RequestErrorKind};

@@ -1,8 +1,16 @@
 //! The one door to a model's own facts. A second model is one new folder and one line in `load`.
 
+mod files;
+pub mod minimax_m3;
+
+pub use files::{ModelFiles, ModelLoadError};
+
 use crate::error::RequestError;
+use crate::json::{Json, Object};
 use crate::output::OutputParser;
 use gateway_media::{ClipInfo, GridThw, ImageSize, PatchLayout, PixelNorm};
+use sha2::{Digest, Sha256};
+use std::sync::Arc;
 
 /// Picture or clip.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -73,7 +81,7 @@ pub struct ToolSchema {
     /// Function name.
     pub name: String,
     /// JSON schema of its parameters (an object), key order kept; `None` if undeclared.
-    pub parameters: Option<serde_json::Value>,
+    pub parameters: Option<Json>,
 }
 
 /// What a parser must know of the request.
@@ -106,6 +114,42 @@ pub struct ModelFacts {
     pub merge_size: u32,
     /// Longest context in tokens.
     pub max_position_embeddings: u32,
+}
+
+impl ModelFacts {
+    /// SHA-256 over the fields as UTF-8 lines `name=value\n`, in order of the proto's fields.
+    pub fn fingerprint(&self) -> [u8; 32] {
+        let numbers = [
+            ("vocab_size", self.vocab_size),
+            ("image_token_id", self.image_token_id),
+            ("video_token_id", self.video_token_id),
+            ("eos_token_id", self.eos_token_id),
+            ("patch_size", self.patch_size),
+            ("temporal_patch_size", self.temporal_patch_size),
+            ("merge_size", self.merge_size),
+            ("max_position_embeddings", self.max_position_embeddings),
+        ];
+        let mut lines = format!("model_type={}\n", self.model_type);
+        for (name, value) in numbers {
+            lines.push_str(&format!("{name}={value}\n"));
+        }
+        Sha256::digest(lines.as_bytes()).into()
+    }
+}
+
+/// What holds where a request says nothing about sampling.
+#[derive(Clone, Debug, PartialEq)]
+pub struct GenerationDefaults {
+    /// 0 to 2; 0 is greedy.
+    pub temperature: f32,
+    /// Above 0 to 1; 1 keeps all.
+    pub top_p: f32,
+    /// 0 keeps all.
+    pub top_k: u32,
+    /// 0 to 1; 0 keeps all.
+    pub min_p: f32,
+    /// Above 0; 1 changes nothing.
+    pub repetition_penalty: f32,
 }
 
 /// What the pipeline asks of a model. Geometry in, numbers out; never bytes.
@@ -148,9 +192,39 @@ pub trait ModelSpec: Send + Sync {
     /// Added tokens that keep their meaning inside assistant history (thinking tags).
     fn assistant_markers(&self) -> &'static [&'static str];
 
+    /// Added tokens that the output parser reads, so that they must stay in decoded text.
+    fn output_markers(&self) -> &'static [&'static str];
+
+    /// Added tokens that never belong in text shown to a user, whatever the tokenizer file says.
+    fn control_tokens(&self) -> &'static [&'static str];
+
+    /// Ids that end a reply.
+    fn stop_token_ids(&self) -> &[u32];
+
+    /// Sampling where a request is silent.
+    fn generation_defaults(&self) -> &GenerationDefaults;
+
+    /// Puts checked messages into the roles and order that the chat template can show, so that no
+    /// text is lost.
+    fn arrange_messages(&self, messages: Vec<Json>) -> Vec<Json>;
+
     /// Template variables that select a thinking mode.
-    fn template_variables(&self, mode: ThinkingMode) -> serde_json::Map<String, serde_json::Value>;
+    fn template_variables(&self, mode: ThinkingMode) -> Object;
 
     /// A fresh reader of the model's output.
     fn output_parser(&self, options: &OutputOptions) -> Box<dyn OutputParser>;
+}
+
+/// Reads the spec of the model whose files these are.
+///
+/// # Errors
+/// A model type that no folder here knows, or files that are missing or contradict each other.
+pub fn load(files: &ModelFiles) -> Result<Arc<dyn ModelSpec>, ModelLoadError> {
+    match files.model_type()? {
+        minimax_m3::MODEL_TYPE => Ok(Arc::new(minimax_m3::MiniMaxM3::load(files)?)),
+        other => Err(ModelLoadError::UnknownModel {
+            model_type: other.to_owned(),
+            known: minimax_m3::MODEL_TYPE,
+        }),
+    }
 }

@@ -1,0 +1,147 @@
+//! The two tokenizer engines behind one trait, and the check that the fast one earns its place.
+
+use serde_json::Value;
+
+/// Encodes text in which no added token is meant.
+pub trait OrdinaryEncoder: Send + Sync {
+    /// Name for logs.
+    fn name(&self) -> &'static str;
+
+    /// Ids of a text.
+    ///
+    /// # Errors
+    /// The engine's own failure.
+    fn encode(&self, text: &str) -> Result<Vec<u32>, String>;
+}
+
+/// Which engine to use.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum EngineChoice {
+    /// The fast one if it agrees with the reference, else the reference.
+    #[default]
+    Auto,
+    /// `fastokens`; an error if it cannot be used.
+    Fast,
+    /// `tokenizers`.
+    Reference,
+}
+
+/// An engine and what was found out while building it.
+pub(super) struct BuiltEngine {
+    pub(super) encoder: Box<dyn OrdinaryEncoder>,
+    pub(super) affixes: (Vec<u32>, Vec<u32>),
+    pub(super) refusal: Option<String>,
+}
+
+/// Builds the engine of a `tokenizer.json`, which is taken apart: added tokens are handled
+/// outside the engines.
+pub(super) fn build(mut json: Value, choice: EngineChoice) -> Result<BuiltEngine, String> {
+    for (field, empty) in [
+        ("added_tokens", Value::Array(Vec::new())),
+        ("truncation", Value::Null),
+        ("padding", Value::Null),
+    ] {
+        json[field] = empty;
+    }
+    let text = serde_json::to_vec(&json).map_err(|error| error.to_string())?;
+    let reference = tokenizers::Tokenizer::from_bytes(text).map_err(|error| error.to_string())?;
+    let affixes = affixes(&reference)?;
+    let reference = Box::new(Reference(reference));
+    if choice == EngineChoice::Reference {
+        return Ok(BuiltEngine { encoder: reference, affixes, refusal: None });
+    }
+    json["post_processor"] = Value::Null;
+    match fast(json, &*reference) {
+        Ok(fast) => Ok(BuiltEngine { encoder: Box::new(fast), affixes, refusal: None }),
+        Err(reason) if choice == EngineChoice::Fast => Err(reason),
+        Err(reason) => Ok(BuiltEngine { encoder: reference, affixes, refusal: Some(reason) }),
+    }
+}
+
+fn fast(json: Value, reference: &dyn OrdinaryEncoder) -> Result<Fast, String> {
+    let fast = Fast(fastokens::Tokenizer::from_json(json).map_err(|error| error.to_string())?);
+    for text in check_corpus() {
+        let (found, wanted) = (fast.encode(&text)?, reference.encode(&text)?);
+        if found != wanted {
+            let at = found.iter().zip(&wanted).take_while(|(a, b)| a == b).count();
+            return Err(format!("fastokens differs from tokenizers at token {at} of {text:.40?}"));
+        }
+    }
+    Ok(fast)
+}
+
+struct Reference(tokenizers::Tokenizer);
+
+impl OrdinaryEncoder for Reference {
+    fn name(&self) -> &'static str {
+        "tokenizers"
+    }
+
+    fn encode(&self, text: &str) -> Result<Vec<u32>, String> {
+        let encoding = self.0.encode_fast(text, false).map_err(|error| error.to_string())?;
+        Ok(encoding.get_ids().to_vec())
+    }
+}
+
+struct Fast(fastokens::Tokenizer);
+
+impl OrdinaryEncoder for Fast {
+    fn name(&self) -> &'static str {
+        "fastokens"
+    }
+
+    fn encode(&self, text: &str) -> Result<Vec<u32>, String> {
+        self.0.encode_ordinary(text).map_err(|error| error.to_string())
+    }
+}
+
+/// What the post-processor puts before and after a text.
+fn affixes(tokenizer: &tokenizers::Tokenizer) -> Result<(Vec<u32>, Vec<u32>), String> {
+    const PROBE: &str = "a";
+    let ids = |special| {
+        tokenizer
+            .encode_fast(PROBE, special)
+            .map(|encoding| encoding.get_ids().to_vec())
+            .map_err(|error| error.to_string())
+    };
+    let (bare, full) = (ids(false)?, ids(true)?);
+    let at = full
+        .windows(bare.len().max(1))
+        .position(|window| window == bare)
+        .ok_or("the post-processor changes the text's own tokens, which is not supported")?;
+    Ok((full[..at].to_vec(), full[at + bare.len()..].to_vec()))
+}
+
+/// About 10 kB of awkward text: scripts, spaces, digits, code, emoji, combining marks.
+fn check_corpus() -> Vec<String> {
+    const PIECES: [&str; 20] = [
+        "The quick brown fox can't jump over the lazy dog's 1234567890 back; it DIDN'T try.\r\n\r\n",
+        "fn main() {\n    let xs = vec![1, 2, 3];\n\t\tprintln!(\"{xs:?}\"); // ok\n}\n\n\n",
+        "/* a */\n/** b */\nfoo(bar)/baz\\qux http://example.org/a?b=c&d=%20#e\n",
+        "   leading and trailing   \t \n \n  mixed \u{a0}\u{3000} spaces\u{200b}\u{2028}\u{2029}end",
+        "北京的天气很好，今天气温二十五度。我们去公园吧！",
+        "東京タワーは高さ333メートルです。ひらがなとカタカナ。",
+        "안녕하세요 세계! 한국어 문장입니다.",
+        "Съешь ещё этих мягких французских булок, да выпей чаю",
+        "مرحبا بالعالم، كيف حالك اليوم؟ ١٢٣٤٥",
+        "नमस्ते दुनिया क्षत्रिय १२३",
+        "Ünïcödé nai\u{308}ve e\u{301}\u{323}\u{302} Ǆ ǅ ǆ ﬁ ﬂ ſ İ ı",
+        "🙂👩‍👩‍👧‍👦🏳️‍🌈👍🏽 ☀️🚲 \u{1f1e9}\u{1f1ea}",
+        "]<]minimax[>[<tool_call> <mm:think> </mm:think> [e~[ ]~b] ]~!b[",
+        "'s 'T 're'VE 'M 'll 'D it's IT'S O'Reilly ''' \"\"",
+        "1 12 123 1234 12345 1,234,567.89 3.14e-10 0x1F 0b101 ½ ² Ⅷ",
+        "a_b-c.d:e;f|g~h`i^j*k+l=m<n>o[p]q{r}s(t)u!v?w@x#y$z%",
+        "aaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaa",
+        "================================\n--------------------------------\n",
+        "{\"name\": \"get_weather\", \"parameters\": {\"type\": \"object\", \"n\": [1, -2.5e3, null]}}",
+        "\u{0}\u{1}\u{7f}\u{80}\u{fffd}\u{feff}\u{e000}\u{10ffff}",
+    ];
+    let mut texts: Vec<String> = PIECES.iter().map(|&piece| piece.to_owned()).collect();
+    // every pair of neighbours, so that what joins over an edge is checked too
+    for (at, first) in PIECES.iter().enumerate() {
+        texts.push(format!("{first}{}", PIECES[(at * 7 + 3) % PIECES.len()]));
+        texts.push(format!("{}\n {first}", PIECES[(at * 11 + 5) % PIECES.len()]));
+    }
+    texts.push(PIECES.concat());
+    texts
+}
