@@ -2,24 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 import pytest
-import torch
 
 from m3stack.kernels.reference_table import reference_kernels
 from m3stack.models.minimax_m3.model import M3Model
 from tests.parity import golden
 from tests.worker import support
-
-
-@pytest.fixture(autouse=True, scope="session")
-def _one_torch_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @dataclass(frozen=True, slots=True)

@@ -23,6 +23,9 @@ from m3stack.models.minimax_m3.weights import load_model
 
 NO_ADDRESS = 1 << 30
 
+# models this small only lose time by sharing their operations between threads
+torch.set_num_threads(1)
+
 
 def load(path: Path, *, kernels: Kernels | None = None) -> M3Model:
     """The model of a checkpoint directory, fp32 on the CPU."""

@@ -108,7 +108,7 @@ _SPLIT_PATTERN = "|".join(
 )
 
 # a near relative of the split pattern for training text; `re` has no unicode classes
-_TRAINING_SPLIT = re.compile(r"[^\W\d_]+|\d{1,3}| ?[^\W\d_]+| ?[^\s\w]+[\r\n]*|\s*[\r\n]+|\s+|_")
+_TRAINING_SPLIT = re.compile(r" ?[^\W\d_]+|\d{1,3}| ?[^\s\w]+[\r\n]*|\s*[\r\n]+|\s+|_")
 
 Pair = tuple[int, int]
 

@@ -1,0 +1,105 @@
+"""config.json of the released repositories, as their public dumps show it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+NUM_PARAMETERS = 427_040_132_864
+NUM_TENSORS = 23_416
+
+
+def released_config(*, max_position_embeddings: int = 1048576) -> dict[str, Any]:
+    """The BF16 config; day 0 had 524288 positions."""
+    later = [0, 0, 0] + [1] * 57
+    merge = {
+        "image_token_compression_method": "patch_merge",
+        "spatial_merge_size": 2,
+        "temporal_patch_size": 2,
+    }
+    return {
+        "architectures": ["MiniMaxM3SparseForConditionalGeneration"],
+        "auto_map": {"AutoConfig": "configuration_minimax_m3_vl.MiniMaxM3VLConfig"},
+        "model_type": "minimax_m3_vl",
+        "image_token_index": 200025,
+        "video_token_index": 200026,
+        "image_seq_length": 576,
+        "image_grid_pinpoints": "[[336, 336], [336, 672]]",
+        "process_image_mode": "dynamic_res",
+        "img_token_compression_config": merge,
+        "multimodal_projector_bias": True,
+        "projector_hidden_act": "gelu",
+        "projector_hidden_size": 6144,
+        "vision_feature_layer": -1,
+        "vision_feature_select_strategy": "full",
+        "num_reward_heads": 0,
+        "torch_dtype": "bfloat16",
+        "transformers_version": "4.52.4",
+        "text_config": {
+            "architectures": ["MiniMaxM3SparseForCausalLM"],
+            "dtype": "bfloat16",
+            "hidden_size": 6144,
+            "num_hidden_layers": 60,
+            "num_attention_heads": 64,
+            "num_key_value_heads": 4,
+            "head_dim": 128,
+            "vocab_size": 200064,
+            "intermediate_size": 3072,
+            "dense_intermediate_size": 12288,
+            "shared_intermediate_size": 3072,
+            "n_shared_experts": 1,
+            "num_local_experts": 128,
+            "num_experts_per_tok": 4,
+            "scoring_func": "sigmoid",
+            "use_routing_bias": True,
+            "routed_scaling_factor": 2.0,
+            "moe_layer_freq": later,
+            "hidden_act": "swigluoai",
+            "swiglu_alpha": 1.702,
+            "swiglu_limit": 7.0,
+            "rms_norm_eps": 1e-6,
+            "use_gemma_norm": True,
+            "use_qk_norm": True,
+            "qk_norm_type": "per_head",
+            "attention_output_gate": False,
+            "rope_theta": 5000000,
+            "rotary_dim": 64,
+            "partial_rotary_factor": 0.5,
+            "tie_word_embeddings": False,
+            "max_position_embeddings": max_position_embeddings,
+            "num_mtp_modules": 7,
+            "num_nextn_predict_layers": 1,
+            "sparse_attention_config": {
+                "use_sparse_attention": True,
+                "sparse_attention_freq": later,
+                "sparse_index_dim": 128,
+                "sparse_num_index_heads": 4,
+                "sparse_block_size": 128,
+                "sparse_topk_blocks": 16,
+                "sparse_local_block": 1,
+                "sparse_init_block": 0,
+                "sparse_score_type": "max",
+                "sparse_disable_index_value": later,
+            },
+        },
+        "vision_config": {
+            "hidden_size": 1280,
+            "num_attention_heads": 16,
+            "num_hidden_layers": 32,
+            "intermediate_size": 5120,
+            "patch_size": 14,
+            "image_size": 2016,
+            "num_channels": 3,
+            "projection_dim": 6144,
+            "position_embedding_type": "rope",
+            "rope_mode": "3d",
+            "rope_theta": 10000.0,
+            "hidden_act": "gelu",
+            "layer_norm_eps": 1e-5,
+            "attention_dropout": 0.0,
+            "initializer_range": 0.02,
+            "vision_segment_max_frames": 4,
+            "img_token_compression_config": merge,
+            "model_type": "clip_vision_model",
+            "vocab_size": 32000,
+        },
+    }
