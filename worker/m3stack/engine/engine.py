@@ -247,6 +247,7 @@ class Engine:
 
     def _turn(self) -> None:
         plan = self._scheduler.plan()
+        self._load = self._measure_load()
         self._announce(plan)
         started_at = self._step_started_at = self._clock()
         try:
@@ -347,6 +348,13 @@ class Engine:
                 events.append((message.handle, Failed(kind, text)))
             elif isinstance(message, _ForgetPrefixes):
                 message.done(0)
+        self._load = dataclasses.replace(
+            self._load,
+            running_requests=0,
+            waiting_requests=0,
+            waiting_prompt_tokens=0,
+            used_pages=0,
+        )
         for _ in events:
             self._metrics.request_ended(kind.name.lower())
         if events:
