@@ -183,3 +183,36 @@ def test_a_clip_in_a_prompt_equals_transformers(pair: Pair) -> None:
     )
     logits = support.PagedRunner(pair.ours).feed(track, ids.tolist(), 50)
     assert_close(logits, theirs.logits[0], LOGITS)
+
+
+def test_gradients_equal_those_of_transformers(pair: Pair) -> None:
+    ids, config = random_ids(120, seed=6), pair.ours.config
+    last = config.num_layers - 1
+    theirs = pair.theirs.model.language_model
+    expected_of = {
+        "embedding": theirs.embed_tokens.weight,
+        "layers.0.attention.out_proj.weight": theirs.layers[0].self_attn.o_proj.weight,
+        f"layers.{last}.attention.q_norm": theirs.layers[last].self_attn.q_norm.weight,
+        f"layers.{last}.feed_forward.gate_up": theirs.layers[last].mlp.experts.gate_up_proj,
+    }
+    if config.num_experts_per_token > 1:
+        # a single chosen expert has weight 1 whatever its score
+        name = f"layers.{last}.feed_forward.router"
+        expected_of[name] = theirs.layers[last].mlp.gate.weight
+    ours = dict(pair.ours.named_parameters())
+    runner = support.PagedRunner(pair.ours)
+    # a masked key takes no part, but its gradient is a product with it: zero times NaN is NaN
+    cache = support.make_cache(pair.ours, num_pages=64, fill=0.0)
+    try:
+        pair.ours.requires_grad_(True)
+        batch = runner.batch([(support.Track(), ids.tolist())])
+        pair.ours(batch, cache).square().mean().backward()
+        pair.theirs(input_ids=ids[None]).logits[0].square().mean().backward()
+        for name, parameter in expected_of.items():
+            # sums over 120 tokens in another order; the largest entries are about 0.1
+            assert_close(ours[name].grad, parameter.grad, 2e-5)
+            assert parameter.grad.abs().max() > 1e-3
+    finally:
+        pair.ours.requires_grad_(False)
+        pair.ours.zero_grad(set_to_none=True)
+        pair.theirs.zero_grad(set_to_none=True)

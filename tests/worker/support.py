@@ -67,13 +67,12 @@ def recording(kernels: Kernels, choices: Choices) -> Kernels:
     return replace(kernels, choose_blocks=choose_blocks, route_tokens=route_tokens)
 
 
-def make_cache(
-    config: M3Config, num_pages: int, dtype: torch.dtype, device: torch.device
-) -> LayerCache:
-    """Pages full of NaN for every layer."""
+def make_cache(model: M3Model, num_pages: int, *, fill: float = float("nan")) -> LayerCache:
+    """Pages for every layer, in the model's dtype and where it lives."""
+    config = model.config
 
     def pages(*shape: int) -> Tensor:
-        return torch.full((num_pages, *shape), float("nan"), dtype=dtype, device=device)
+        return model.embedding.new_full((num_pages, *shape), fill, requires_grad=False)
 
     groups, block = config.num_kv_heads, config.block_tokens
     return tuple(
@@ -99,23 +98,15 @@ class Track:
 class PagedRunner:
     """Feeds tokens of any number of sequences, in any mixture, to a model."""
 
-    def __init__(
-        self,
-        model: M3Model,
-        *,
-        num_pages: int = 64,
-        seed: int = 0,
-        device: torch.device | None = None,
-    ) -> None:
+    def __init__(self, model: M3Model, *, num_pages: int = 64, seed: int = 0) -> None:
         self.model = model
-        self.device = device or torch.device("cpu")
-        self.cache = make_cache(model.config, num_pages, model.embedding.dtype, self.device)
+        self.cache = make_cache(model, num_pages)
         self._free = list(range(num_pages))
         random.Random(seed).shuffle(self._free)
 
     def step(self, parts: Sequence[tuple[Track, Sequence[int]]]) -> list[Tensor]:
         """Feeds each track its tokens in one forward; gives each its logits [tokens, vocab]."""
-        batch = self._batch(parts)
+        batch = self.batch(parts)
         with torch.inference_mode():
             logits = self.model(batch, self.cache)
         return list(logits.split([len(tokens) for _, tokens in parts]))
@@ -126,7 +117,8 @@ class PagedRunner:
         pieces = [tokens[start : start + size] for start in range(0, len(tokens), size)]
         return torch.cat([self.step([(track, piece)])[0] for piece in pieces])
 
-    def _batch(self, parts: Sequence[tuple[Track, Sequence[int]]]) -> DeviceBatch:
+    def batch(self, parts: Sequence[tuple[Track, Sequence[int]]]) -> DeviceBatch:
+        """Moves the tracks on, and gives the step that the model has to run."""
         block = self.model.config.block_tokens
         positions: list[int] = []
         slots: list[int] = []
@@ -167,4 +159,4 @@ class PagedRunner:
         return [MediaRows(rows, track.media_features_NM[here])]
 
     def _tensor(self, values: list, dtype: torch.dtype) -> Tensor:
-        return torch.tensor(values, dtype=dtype, device=self.device)
+        return torch.tensor(values, dtype=dtype, device=self.model.embedding.device)

@@ -193,7 +193,7 @@ def _sparse_fields(sparse: Section, num_layers: int) -> dict[str, Any]:
     }
 
 
-def _token_fields(top: Section, text: Section) -> dict[str, int]:
+def _token_fields(top: Section, text: Section) -> dict[str, Any]:
     released = {
         "bos_token_id": keys.RELEASED_BOS_TOKEN_ID,
         "eos_token_id": keys.RELEASED_EOS_TOKEN_ID,

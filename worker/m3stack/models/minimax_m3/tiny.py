@@ -254,7 +254,7 @@ def _muted(spelled: list[bytes]) -> Tensor:
 
 
 def _resource(name: str) -> str:
-    return (resources.files(__package__) / name).read_text(encoding="utf-8")
+    return (resources.files("m3stack.models.minimax_m3") / name).read_text(encoding="utf-8")
 
 
 def _write_json(path: Path, data: dict[str, Any]) -> None:
