@@ -190,10 +190,8 @@ __global__ void __launch_bounds__(256) combine_partials(const InvertArguments v)
   const int heads = v.base.num_heads;
   if (index >= int64_t(v.num_tokens) * heads) return;
   const int token = int(index / heads), head = int(index % heads), lane = threadIdx.x & 15;
-  const int64_t row = int64_t(head / kHeads) * v.base.num_tokens + v.first_token + token;
   const int64_t first = int64_t(token) * kChosen * heads + head;
-  const bool chosen = lane < v.base.num_blocks && v.base.blocks[row * v.base.num_blocks + lane] >= 0;
-  const float lse = chosen ? v.partial_lse[first + int64_t(lane) * heads] : -INFINITY;
+  const float lse = v.partial_lse[first + int64_t(lane) * heads];
   float highest = lse;
 #pragma unroll
   for (int step = 1; step < 16; step *= 2)

@@ -8,35 +8,35 @@
 
 namespace m3 {
 
-// One chunk of rows and its bit words, one window of blocks at a time.
+// Neighbouring rows of one sequence; the position of the first is -1 where rows have no key.
 struct Chunk {
-  int sequence, first, rows;
+  int sequence, first, rows, position;
 };
 
 __device__ Chunk load_chunk(const InvertArguments& v, int index) {
   __shared__ int2 place;
+  const int end = v.first_token + v.num_tokens;
   if (threadIdx.x < 32) {
-    const int2 found =
-        locate_tile(v.base, index, kChunkRows, v.first_token, v.first_token + v.num_tokens);
+    const int2 found = locate_tile(v.base, index, kChunkRows, v.first_token, end);
     if (threadIdx.x == 0) place = found;
   }
   __syncthreads();
-  // rows after the last sequence, and those of an empty one, choose nothing
-  if (place.x < 0 || place.x >= v.base.num_sequences || v.base.seq_lens[place.x] <= 0)
-    return Chunk{0, 0, 0};
-  const int last =
-      min(v.base.query_start[place.x + 1], v.first_token + v.num_tokens);
-  return Chunk{place.x, place.y, min(kChunkRows, last - place.y)};
+  if (place.x < 0) return Chunk{0, 0, 0, -1};
+  const int last = sequence_rows(v.base, place.x).y;
+  const int length = place.x < v.base.num_sequences ? v.base.seq_lens[place.x] : 0;
+  return Chunk{place.x, place.y, min(kChunkRows, min(last, end) - place.y),
+               length > 0 ? length - (last - place.y) : -1};
 }
 
-// The block of edge i of a chunk (row i / 16, slot i % 16) relative to the window, or -1.
+// The block of edge i of a chunk (row i / 16, slot i % 16), or -1. A block after the row counts as
+// none: it has no key for the row.
 __device__ __forceinline__ int edge_block(const InvertArguments& v, const Chunk& chunk, int group,
-                                          int edge, int window) {
-  const int slot = edge % kChosen;
-  if (slot >= v.base.num_blocks) return -1;
-  const int64_t row = int64_t(group) * v.base.num_tokens + chunk.first + edge / kChosen;
-  const int block = v.base.blocks[row * v.base.num_blocks + slot];
-  return block >= window && block < window + kWindow ? block - window : -1;
+                                          int edge) {
+  const int slot = edge % kChosen, row = edge / kChosen;
+  if (slot >= v.base.num_blocks || chunk.position < 0) return -1;
+  const int64_t at = int64_t(group) * v.base.num_tokens + chunk.first + row;
+  const int block = v.base.blocks[at * v.base.num_blocks + slot];
+  return block <= (chunk.position + row) / kPage ? block : -1;
 }
 
 __device__ void mark_edges(const InvertArguments& v, const Chunk& chunk, int group, int window,
@@ -44,9 +44,9 @@ __device__ void mark_edges(const InvertArguments& v, const Chunk& chunk, int gro
   for (int i = threadIdx.x; i < width; i += blockDim.x) words[i] = make_uint4(0, 0, 0, 0);
   __syncthreads();
   for (int edge = threadIdx.x; edge < chunk.rows * kChosen; edge += blockDim.x) {
-    const int block = edge_block(v, chunk, group, edge, window), row = edge / kChosen;
-    if (block >= 0)
-      atomicOr(reinterpret_cast<unsigned*>(words + block) + row / 32, 1u << (row & 31));
+    const int found = edge_block(v, chunk, group, edge) - window, row = edge / kChosen;
+    if (found >= 0 && found < width)
+      atomicOr(reinterpret_cast<unsigned*>(words + found) + row / 32, 1u << (row & 31));
   }
   __syncthreads();
 }
@@ -60,7 +60,7 @@ __global__ void __launch_bounds__(kInvertThreads) count_edges(const InvertArgume
   extern __shared__ uint4 words[];
   const int group = blockIdx.y;
   const Chunk chunk = load_chunk(v, blockIdx.x);
-  if (chunk.rows == 0) return;
+  if (chunk.position < 0) return;
   int* counts = v.counts + chunk_counts(v, blockIdx.x, group);
   for (int window = 0; window < v.max_blocks; window += kWindow) {
     const int width = min(kWindow, v.max_blocks - window);
@@ -166,22 +166,33 @@ __device__ __forceinline__ int slice_of(const InvertArguments& v, int group, int
   return (group * v.base.num_sequences + sequence) * per_sequence + block / kSlice;
 }
 
+// A slot without a block weighs nothing in the sum of its row.
+__device__ void mark_absent(const InvertArguments& v, const Chunk& chunk, int group) {
+  for (int edge = threadIdx.x; edge < chunk.rows * kChosen; edge += blockDim.x) {
+    if (edge_block(v, chunk, group, edge) >= 0) continue;
+    const int64_t slot = int64_t(chunk.first - v.first_token) * kChosen + edge;
+    float* lse = v.partial_lse + slot * v.base.num_heads + group * kHeads;
+    for (int i = 0; i < kHeads; ++i) lse[i] = -INFINITY;
+  }
+}
+
 // Places every edge: rows below it in its chunk, in earlier chunks and in earlier buckets.
 __device__ void place_edges(const InvertArguments& v, int chunk_index, int group, uint4* words) {
   const Chunk chunk = load_chunk(v, chunk_index);
-  if (chunk.rows == 0) return;
+  mark_absent(v, chunk, group);
+  if (chunk.position < 0) return;
   const int* counts = v.counts + chunk_counts(v, chunk_index, group);
   const int64_t row_of_buckets =
       (int64_t(group) * v.base.num_sequences + chunk.sequence) * v.max_blocks;
   for (int window = 0; window < v.max_blocks; window += kWindow) {
-    mark_edges(v, chunk, group, window, min(kWindow, v.max_blocks - window), words);
+    const int width = min(kWindow, v.max_blocks - window);
+    mark_edges(v, chunk, group, window, width, words);
     for (int edge = threadIdx.x; edge < chunk.rows * kChosen; edge += blockDim.x) {
-      const int found = edge_block(v, chunk, group, edge, window), row = edge / kChosen;
-      if (found < 0) continue;
-      const auto* word = reinterpret_cast<const unsigned*>(words + found);
+      const int block = edge_block(v, chunk, group, edge), row = edge / kChosen;
+      if (block < window || block >= window + width) continue;
+      const auto* word = reinterpret_cast<const unsigned*>(words + (block - window));
       int rank = __popc(word[row / 32] & ((1u << (row & 31)) - 1));
       for (int i = 0; i < row / 32; ++i) rank += __popc(word[i]);
-      const int block = window + found;
       const int place = v.slices[slice_of(v, group, chunk.sequence, block)].x +
                         v.buckets[row_of_buckets + block].x + counts[block] + rank;
       v.edges[place] = (chunk.first + row) * kChosen + edge % kChosen;

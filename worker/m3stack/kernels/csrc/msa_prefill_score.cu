@@ -114,14 +114,20 @@ __global__ void __launch_bounds__(1024) plan_tiles(const ScoreArguments a) {
   if (threadIdx.x == 0) a.work_start[a.num_tiles] = before;
 }
 
+// Workers that have work: each of them owns at least one page, so every list they leave is written.
+__device__ __forceinline__ int active_workers(const ScoreArguments& a) {
+  return min(a.num_workers, a.work_start[a.num_tiles]);
+}
+
 // Worker w owns the work from here up to where worker w + 1 starts.
 __device__ __forceinline__ int worker_start(const ScoreArguments& a, int worker) {
-  return int(int64_t(worker) * a.work_start[a.num_tiles] / a.num_workers);
+  const int active = active_workers(a), all = a.work_start[a.num_tiles];
+  return worker >= active ? all : int(int64_t(worker) * all / active);
 }
 
 __device__ __forceinline__ int worker_of(const ScoreArguments& a, int work) {
-  const int64_t all = a.work_start[a.num_tiles];
-  return int(((int64_t(work) + 1) * a.num_workers + all - 1) / all) - 1;
+  const int64_t active = active_workers(a), all = a.work_start[a.num_tiles];
+  return int(((int64_t(work) + 1) * active + all - 1) / all) - 1;
 }
 
 // One tile's pages as one worker sees them.

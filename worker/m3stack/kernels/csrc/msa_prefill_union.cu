@@ -44,7 +44,8 @@ __global__ void __launch_bounds__(kTokens * kChosen) build_unions(const AttendAr
   if (token < tile.y && slot < a.num_blocks && tile.z >= 0) {
     const int64_t row = int64_t(group) * a.num_tokens + tile.x + token;
     const int chosen = a.blocks[row * a.num_blocks + slot];
-    if (chosen >= 0) block = chosen;
+    // a block after the row has no key for it, and its table entry may be no address
+    if (chosen >= 0 && chosen <= (tile.z + token) / kPage) block = chosen;
   }
   int rank = 0;
 #pragma unroll
@@ -159,7 +160,13 @@ __device__ void copy_union_pages(const AttendArguments& a, const CUtensorMap* pa
   }
 }
 
-// One warpgroup's way through the two rings.
+// How far a warpgroup may look for its next keys while it still holds the values of a block. Its
+// unread values then lag its keys by at most twice this less one. For two warpgroups to wait for
+// each other, one for keys and one for values, that lag must exceed twice the stages.
+constexpr int kLookahead = kUnionStages;
+
+// One warpgroup's way through the two rings. Blocks it does not need are let go, each after its
+// arrival: a stage must not be released twice in one pass.
 template <int kWarpgroups>
 struct UnionReader {
   UnionShared<kWarpgroups>& shared;
@@ -167,33 +174,42 @@ struct UnionReader {
   int warpgroup;
   int next_key, next_value;  // indices into the union
 
-  __device__ __forceinline__ bool needs(int index) const {
-    return (shared.entries[warpgroup][index] >> (24 + 4 * warpgroup)) & 15;
+  __device__ __forceinline__ int find_next(int from, int size) const {
+    while (from < size && !((shared.entries[warpgroup][from] >> (24 + 4 * warpgroup)) & 15))
+      ++from;
+    return from;
   }
   __device__ __forceinline__ void release_keys() {
     if ((threadIdx.x & 31) == 0) barrier_arrive(&shared.key_empty[keys.stage]);
     keys.advance();
+    ++next_key;
   }
   __device__ __forceinline__ void release_values() {
     if ((threadIdx.x & 31) == 0) barrier_arrive(&shared.value_empty[values.stage]);
     values.advance();
     ++next_value;
   }
-  // Index of the next block this warpgroup needs, its keys arrived, or -1. Others are let go, each
-  // after its arrival: a stage must not be released twice in one pass.
-  __device__ __forceinline__ int find_keys(int size) {
-    while (next_key < size) {
-      barrier_wait(&shared.key_full[keys.stage], keys.parity);
-      if (needs(next_key)) return next_key++;
+  // Afterwards the keys, or values, of this index are there to be read.
+  __device__ __forceinline__ void await_keys(int index) {
+    barrier_wait(&shared.key_full[keys.stage], keys.parity);
+    while (next_key < index) {
       release_keys();
-      ++next_key;
+      barrier_wait(&shared.key_full[keys.stage], keys.parity);
     }
-    return -1;
   }
-  __device__ __forceinline__ void find_values(int index) {
-    while (true) {
+  __device__ __forceinline__ void await_values(int index) {
+    barrier_wait(&shared.value_full[values.stage], values.parity);
+    while (next_value < index) {
+      release_values();
       barrier_wait(&shared.value_full[values.stage], values.parity);
-      if (next_value == index) return;
+    }
+  }
+  // Lets keys and values go in step, with nothing held.
+  __device__ __forceinline__ void skip_to(int index) {
+    while (next_key < index) {
+      await_keys(next_key);
+      release_keys();
+      await_values(next_value);
       release_values();
     }
   }
@@ -218,59 +234,88 @@ __device__ __forceinline__ float2 weigh_block(float (&scores)[64], SoftmaxRows& 
   return soften(scores, rows, token.scale_log2);
 }
 
+// State of one warpgroup's tile: out and weights always belong to blocks up to the current one.
 template <int kWarpgroups>
-__device__ __forceinline__ void await_values(UnionReader<kWarpgroups>& reader, int index,
-                                             const TokenView& token) {
-  reader.find_values(index);
-  const unsigned entry = reader.shared.entries[reader.warpgroup][index];
-  const int written = token.length - int(entry & 0xffffff) * kPage;
-  if (written < kPage)
-    zero_unwritten(reader.shared.values[reader.values.stage], max(written, 0), reader.warpgroup);
-}
-
-template <int kWarpgroups>
-__device__ __forceinline__ void attend_union(UnionReader<kWarpgroups>& reader, int size,
-                                             const TokenView& token, SoftmaxRows& rows,
-                                             float (&out)[64]) {
-  auto& shared = reader.shared;
-  const unsigned* entries = shared.entries[reader.warpgroup];
-  const uint8_t* queries = shared.queries[0] + reader.warpgroup * 8192;
-  constexpr int kQueryPitch = kWarpgroups * 8192;
+struct UnionTile {
+  UnionReader<kWarpgroups>& reader;
+  const TokenView& token;
+  SoftmaxRows rows;
+  float out[64];
   float scores[64];
   uint32_t weights[32];
-  int current = reader.find_keys(size);
-  if (current >= 0) {
-    multiply_keys(scores, queries, kQueryPitch, shared.keys[reader.keys.stage]);
+
+  __device__ __forceinline__ unsigned entry(int index) const {
+    return reader.shared.entries[reader.warpgroup][index];
+  }
+  __device__ __forceinline__ void start_scores() {
+    multiply_keys(scores, reader.shared.queries[0] + reader.warpgroup * 8192,
+                  kWarpgroups * 8192, reader.shared.keys[reader.keys.stage]);
+  }
+  __device__ __forceinline__ void prepare_values(int index) {
+    reader.await_values(index);
+    const int written = token.length - int(entry(index) & 0xffffff) * kPage;
+    if (written < kPage)
+      zero_unwritten(reader.shared.values[reader.values.stage], max(written, 0),
+                     reader.warpgroup);
+  }
+  __device__ __forceinline__ void start_output() {
+    multiply_values(out, weights, reader.shared.values[reader.values.stage], 1);
+  }
+  // Scores and weighs a block with no product in flight.
+  __device__ __forceinline__ void begin_block(int index) {
+    reader.skip_to(index);
+    reader.await_keys(index);
+    start_scores();
     mma_wait<0>();
     mma_settle(scores);
     reader.release_keys();
-    weigh_block(scores, rows, token, entries[current]);
+    rescale(out, weigh_block(scores, rows, token, entry(index)));
     pack_weights(scores, weights);
-    for (int next = reader.find_keys(size); next >= 0; next = reader.find_keys(size)) {
-      await_values(reader, current, token);
-      multiply_keys(scores, queries, kQueryPitch, shared.keys[reader.keys.stage]);
-      multiply_values(out, weights, shared.values[reader.values.stage], 1);
-      mma_wait<1>();
-      mma_settle(scores);
-      reader.release_keys();
-      const float2 factors = weigh_block(scores, rows, token, entries[next]);
-      mma_wait<0>();
-      mma_settle(out);
-      reader.release_values();
-      rescale(out, factors);
-      pack_weights(scores, weights);
-      current = next;
-    }
-    await_values(reader, current, token);
-    multiply_values(out, weights, shared.values[reader.values.stage], 1);
+  }
+  __device__ __forceinline__ void finish_block(int index) {
+    prepare_values(index);
+    start_output();
     mma_wait<0>();
     mma_settle(out);
     reader.release_values();
   }
-  if (reader.next_value < size) {
-    reader.find_values(size - 1);
+  // Finishes a block while the next one is scored and weighed.
+  __device__ __forceinline__ void overlap_blocks(int current, int next) {
+    reader.await_keys(next);
+    prepare_values(current);
+    start_scores();
+    start_output();
+    mma_wait<1>();
+    mma_settle(scores);
+    reader.release_keys();
+    const float2 factors = weigh_block(scores, rows, token, entry(next));
+    mma_wait<0>();
+    mma_settle(out);
     reader.release_values();
+    rescale(out, factors);
+    pack_weights(scores, weights);
   }
+};
+
+template <int kWarpgroups>
+__device__ __forceinline__ void attend_union(UnionTile<kWarpgroups>& tile, int size) {
+  auto& reader = tile.reader;
+  int current = reader.find_next(0, size);
+  if (current < size) {
+    tile.begin_block(current);
+    for (int next = reader.find_next(current + 1, size); next < size;
+         next = reader.find_next(current + 1, size)) {
+      if (next - current <= kLookahead) {
+        tile.overlap_blocks(current, next);
+      } else {
+        tile.finish_block(current);
+        tile.begin_block(next);
+      }
+      current = next;
+    }
+    tile.finish_block(current);
+  }
+  reader.skip_to(size);
 }
 
 template <int kWarpgroups>
@@ -282,10 +327,8 @@ __device__ void attend_tiles(const AttendArguments& a, UnionShared<kWarpgroups>&
   for (int index = blockIdx.x; index < a.num_tiles * a.num_groups; index += gridDim.x) {
     const UnionItem item = union_item<kWarpgroups>(a, index);
     const int4 tile = a.tiles[item.tile];
-    float out[64];
-#pragma unroll
-    for (int i = 0; i < 64; ++i) out[i] = 0;
-    SoftmaxRows rows;
+    const TokenView view{24 + token, tile.z + token, tile.w, a.scale * kLog2e};
+    UnionTile<kWarpgroups> state{reader, view, {}, {}};
     if (item.size > 0) {
       for (int i = thread; i < item.size; i += kWarpgroup)
         shared.entries[reader.warpgroup][i] = item.entries[i].y;
@@ -293,15 +336,14 @@ __device__ void attend_tiles(const AttendArguments& a, UnionShared<kWarpgroups>&
       barrier_wait(&shared.query_full, query_parity);
       query_parity ^= 1;
       reader.next_key = reader.next_value = 0;
-      const TokenView view{24 + token, tile.z + token, tile.w, a.scale * kLog2e};
-      attend_union(reader, item.size, view, rows, out);
+      attend_union(state, item.size);
       // all warps are past their last look at the entries and the queries
       warpgroup_sync(1 + reader.warpgroup);
       if (thread == 0) barrier_arrive(&shared.query_empty);
     }
     if (token < tile.y) {
-      const float low = quad_sum(rows.sum_low), high = quad_sum(rows.sum_high);
-      store_rows(out, low > 0 ? 1 / low : 0, high > 0 ? 1 / high : 0,
+      const float low = quad_sum(state.rows.sum_low), high = quad_sum(state.rows.sum_high);
+      store_rows(state.out, low > 0 ? 1 / low : 0, high > 0 ? 1 / high : 0,
                  a.out + (int64_t(tile.x + token) * a.num_heads + item.group * kHeads) * kDim);
     }
   }
