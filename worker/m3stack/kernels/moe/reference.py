@@ -11,7 +11,7 @@ from torch.nn import functional
 
 from m3stack.kernels.pointwise.reference import swiglu_oai
 
-GATHER_VALUES = 1 << 22
+GATHER_VALUES = 1 << 18
 """Up to this many weights a step's experts are copied side by side instead of visited in turn."""
 
 
