@@ -72,9 +72,15 @@ def resized(picture: np.ndarray, width: int, height: int) -> np.ndarray:
 def shapes() -> list[tuple[int, int, int, int]]:
     """The fixed shapes, then random ones of every scale."""
     rng = random.Random(20260101)
-    side = lambda top: round(2 ** rng.uniform(0, top))  # noqa: E731
+
+    def side(top: float) -> int:
+        return round(2 ** rng.uniform(0, top))
+
+    def merged() -> int:
+        return 28 * rng.randint(1, 20)
+
     free = [(side(9), side(9), side(9), side(9)) for _ in range(160)]
-    model = [(side(10), side(10), 28 * rng.randint(1, 20), 28 * rng.randint(1, 20)) for _ in range(80)]
+    model = [(side(10), side(10), merged(), merged()) for _ in range(80)]
     return FIXED_SHAPES + free + model
 
 

@@ -13,7 +13,17 @@ from transformers.models.minimax_m3_vl.image_processing_minimax_m3_vl import sma
 
 MAX_PIXELS = {"image": 451_584, "frame": 602_112}
 HALF_WAY = [(98, 98), (42, 70), (14, 14), (70, 42), (126, 154), (14, 700), (700, 14), (13, 700)]
-THIN = [(1, 1), (1, 200), (200, 1), (1, 201), (10, 1000), (2000, 10), (14, 400), (8000, 40), (2, 401)]
+THIN = [
+    (1, 1),
+    (1, 200),
+    (200, 1),
+    (1, 201),
+    (10, 1000),
+    (2000, 10),
+    (14, 400),
+    (8000, 40),
+    (2, 401),
+]
 
 
 def sizes() -> list[tuple[int, int]]:
@@ -41,7 +51,9 @@ def times() -> list[tuple[int, float]]:
     rng = random.Random(20260104)
     out = [(i, rate) for rate in (4.0, 8.0, 16.0, 20.0, 40.0) for i in range(20)]
     rates = [24.0, 25.0, 30.0, 24000 / 1001, 30000 / 1001]
-    return out + [(rng.randint(0, 100_000), rng.choice([*rates, rng.uniform(0.1, 90)])) for _ in range(200)]
+    return out + [
+        (rng.randint(0, 100_000), rng.choice([*rates, rng.uniform(0.1, 90)])) for _ in range(200)
+    ]
 
 
 def main() -> None:
