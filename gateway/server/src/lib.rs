@@ -1,1 +1,24 @@
-//! placeholder
+//! The doing of the gateway: sockets, processes, workers. Thinking is `gateway-core`'s.
+//!
+//! Read `pipeline` first: it tells a request's story. One way only:
+//! `http` → `pipeline` → `reply` → `sample` → { `media`, `workers`, `reader` } → core;
+//! `admission`, `blocking`, `config`, `error` and `telemetry` are leaves.
+
+pub mod admission;
+pub mod app;
+mod blocking;
+pub mod config;
+pub mod error;
+pub mod http;
+pub mod media;
+mod pipeline;
+mod reader;
+mod reply;
+mod run;
+mod sample;
+pub mod telemetry;
+pub mod workers;
+
+pub use app::{App, StartError};
+pub use config::{ConfigError, GatewayConfig};
+pub use run::{EXIT_CONFIG, EXIT_START, run, run_with_arguments};

@@ -1,0 +1,133 @@
+//! Builds and owns everything requests share; nothing here is a global.
+
+use std::sync::Arc;
+use std::time::{SystemTime, UNIX_EPOCH};
+
+use gateway_core::checkpoint::{self, Model, OpenOptions};
+use gateway_core::conversation::Limits;
+use gateway_core::model::ModelLoadError;
+use gateway_core::tokenizer::EngineChoice;
+use tokio_util::sync::CancellationToken;
+
+use crate::admission::Admission;
+use crate::blocking::BlockingPool;
+use crate::config::GatewayConfig;
+use crate::media::MediaLoader;
+use crate::telemetry::Metrics;
+use crate::workers::WorkerPool;
+
+/// Why an app could not be built.
+#[derive(Debug, thiserror::Error)]
+pub enum StartError {
+    /// The checkpoint's files are missing or contradict each other.
+    #[error("the model in {path} cannot be used: {source}")]
+    Model {
+        /// The directory.
+        path: String,
+        /// What is wrong with it.
+        source: Box<ModelLoadError>,
+    },
+    /// A setting contradicts the model.
+    #[error("max_context_tokens is {asked}, but the model was made for at most {limit}")]
+    ContextTooLong {
+        /// The setting.
+        asked: u32,
+        /// The model's own.
+        limit: u32,
+    },
+    /// A worker's address is no URI.
+    #[error("a worker's address cannot be used: {0}")]
+    Worker(#[from] tonic::transport::Error),
+    /// The address to serve on cannot be had.
+    #[error("cannot listen on {address}: {source}")]
+    Listen {
+        /// As configured.
+        address: String,
+        /// What the system said.
+        source: std::io::Error,
+    },
+    /// Another failure of the system.
+    #[error("cannot start: {0}")]
+    System(#[from] std::io::Error),
+}
+
+/// What all requests share.
+pub struct App {
+    /// The checked settings.
+    pub config: GatewayConfig,
+    /// Facts, prompts and grammar of the served model.
+    pub model: Model,
+    /// Bounds that requests must keep.
+    pub limits: Limits,
+    /// Longest prompt plus output.
+    pub max_context_tokens: u32,
+    /// Fetches and decodes.
+    pub media: Arc<MediaLoader>,
+    /// The workers.
+    pub workers: WorkerPool,
+    /// The door.
+    pub admission: Admission,
+    /// Threads for long texts.
+    pub text_pool: BlockingPool,
+    /// Numbers for operators.
+    pub metrics: Arc<Metrics>,
+    /// Unix seconds of the start.
+    pub created: u64,
+    /// Cancelled when running requests have no time left.
+    pub abort: CancellationToken,
+}
+
+impl App {
+    /// Opens the configured checkpoint and begins to follow the workers; needs a running tokio
+    /// runtime.
+    ///
+    /// # Errors
+    /// [`StartError`] naming what cannot be used.
+    pub fn start(config: GatewayConfig) -> Result<Arc<Self>, StartError> {
+        let options = OpenOptions { engine: EngineChoice::Auto, clock: unix_now };
+        let model =
+            checkpoint::open(&config.model_path, options).map_err(|source| StartError::Model {
+                path: config.model_path.display().to_string(),
+                source: Box::new(source),
+            })?;
+        Self::with_model(config, model)
+    }
+
+    /// The same with a model that is already open.
+    ///
+    /// # Errors
+    /// As [`App::start`].
+    pub fn with_model(config: GatewayConfig, model: Model) -> Result<Arc<Self>, StartError> {
+        let facts = model.spec.facts();
+        let limit = facts.max_position_embeddings;
+        let max_context_tokens = config.max_context_tokens.unwrap_or(limit);
+        if max_context_tokens > limit {
+            return Err(StartError::ContextTooLong { asked: max_context_tokens, limit });
+        }
+        let metrics = Arc::new(Metrics::default());
+        let cores = std::thread::available_parallelism().map_or(1, |n| n.get() as u32);
+        Ok(Arc::new(Self {
+            limits: model.limits(),
+            max_context_tokens,
+            media: Arc::new(MediaLoader::new(&config.media, Arc::clone(&metrics))),
+            workers: WorkerPool::start(&config.workers, facts.clone())?,
+            admission: Admission::new(
+                config.max_concurrent_requests,
+                config.max_buffered_bytes,
+                Arc::clone(&metrics),
+            ),
+            text_pool: BlockingPool::new(cores),
+            created: unix_now().try_into().unwrap_or(0),
+            abort: CancellationToken::new(),
+            metrics,
+            model,
+            config,
+        }))
+    }
+}
+
+/// Unix seconds.
+pub fn unix_now() -> i64 {
+    let since = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
+    i64::try_from(since.as_secs()).unwrap_or(i64::MAX)
+}

@@ -1,0 +1,292 @@
+//! Settings: file, environment and flags in, one checked `GatewayConfig` out.
+
+mod raw;
+#[cfg(test)]
+mod tests;
+
+use std::path::{Path, PathBuf};
+use std::time::Duration;
+
+use raw::{GatewayKeys, SharedKeys};
+
+const MIB: u64 = 1024 * 1024;
+
+/// Why the gateway cannot start with what it was told.
+#[derive(Debug, thiserror::Error)]
+pub enum ConfigError {
+    /// Flags or environment could not be read; the text is clap's.
+    #[error(transparent)]
+    Arguments(#[from] clap::Error),
+    /// The file named by `--config` cannot be read.
+    #[error("cannot read the config file {path}: {source}")]
+    Unreadable {
+        /// The path as given.
+        path: PathBuf,
+        /// What the system said.
+        source: std::io::Error,
+    },
+    /// The file is not TOML of the expected shape.
+    #[error("config file {path}: {message}")]
+    Malformed {
+        /// The path as given.
+        path: PathBuf,
+        /// Position and reason.
+        message: String,
+    },
+    /// A value is out of range or needed and absent.
+    #[error("{key}: {message}")]
+    Invalid {
+        /// The key as written in the file.
+        key: &'static str,
+        /// What is wrong, and what would be right.
+        message: String,
+    },
+    /// A variable with our prefix that names no setting.
+    #[error("unknown environment variable {name}; `m3stack-gateway --help` lists the known ones")]
+    UnknownVariable {
+        /// The variable.
+        name: String,
+    },
+}
+
+/// How much is logged.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum LogLevel {
+    /// Everything.
+    Debug,
+    /// Life events.
+    Info,
+    /// Degraded, and named.
+    Warning,
+    /// Someone must act.
+    Error,
+}
+
+/// How log lines look.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum LogFormat {
+    /// For people.
+    Text,
+    /// One JSON object a line.
+    Json,
+}
+
+/// Checked settings; nothing writes to them after start.
+#[derive(Clone, Debug)]
+pub struct GatewayConfig {
+    /// Checkpoint directory.
+    pub model_path: PathBuf,
+    /// Name that requests use.
+    pub served_model_name: String,
+    /// Longest prompt plus output; `None` takes the model's own.
+    pub max_context_tokens: Option<u32>,
+    /// How much is logged.
+    pub log_level: LogLevel,
+    /// How log lines look.
+    pub log_format: LogFormat,
+    /// `host:port` to serve on.
+    pub listen: String,
+    /// Worker URIs, `http://host:port`.
+    pub workers: Vec<String>,
+    /// Requests served at once.
+    pub max_concurrent_requests: u32,
+    /// Largest request body.
+    pub max_request_bytes: u64,
+    /// Limits on media.
+    pub media: MediaConfig,
+    /// Bodies and media held at once.
+    pub max_buffered_bytes: u64,
+    /// Longest life of a request.
+    pub request_timeout: Duration,
+    /// Time for running requests to finish on SIGTERM.
+    pub drain_timeout: Duration,
+}
+
+/// Checked settings of the media rooms.
+#[derive(Clone, Debug)]
+pub struct MediaConfig {
+    /// Largest picture or clip, as sent or fetched.
+    pub max_bytes: u64,
+    /// Threads that decode and resize.
+    pub threads: u32,
+    /// FFmpeg processes at once.
+    pub max_video_processes: u32,
+    /// Time for one fetch or one FFmpeg run.
+    pub timeout: Duration,
+    /// Hosts media may come from; empty means any public one.
+    pub allowed_hosts: Vec<String>,
+    /// Whether private and loopback addresses may be fetched from.
+    pub allow_private: bool,
+}
+
+impl GatewayConfig {
+    /// Reads flags, environment (through clap) and the file they name.
+    ///
+    /// # Errors
+    /// [`ConfigError`] naming the key, the value and what would be right; `--help` and
+    /// `--version` also come back this way.
+    pub fn from_arguments<I, S>(arguments: I) -> Result<Self, ConfigError>
+    where
+        I: IntoIterator<Item = S>,
+        S: Into<std::ffi::OsString> + Clone,
+    {
+        let (shared, gateway) = raw::read(arguments)?;
+        resolve(shared, gateway)
+    }
+}
+
+/// Fills the defaults and checks every value.
+fn resolve(shared: SharedKeys, keys: GatewayKeys) -> Result<GatewayConfig, ConfigError> {
+    let model_path = shared.model_path.ok_or_else(|| ConfigError::Invalid {
+        key: "model_path",
+        message: "no model given; name a checkpoint directory with --model-path".into(),
+    })?;
+    let served_model_name = served_name(shared.served_model_name, &model_path)?;
+    let seconds =
+        |value: Option<u32>, default: u32| Duration::from_secs(u64::from(value.unwrap_or(default)));
+    let max_request_bytes =
+        at_least_one("max_request_bytes", keys.max_request_bytes.unwrap_or(64 * MIB))?;
+    Ok(GatewayConfig {
+        served_model_name,
+        max_context_tokens: shared
+            .max_context_tokens
+            .map(|value| at_least_one("max_context_tokens", value))
+            .transpose()?,
+        log_level: log_level(shared.log_level.as_deref().unwrap_or("info"))?,
+        log_format: log_format(keys.log_format.as_deref().unwrap_or("text"))?,
+        listen: listen_address(keys.listen.clone())?,
+        workers: worker_uris(keys.workers.clone())?,
+        max_concurrent_requests: at_least_one(
+            "max_concurrent_requests",
+            keys.max_concurrent_requests.unwrap_or(256),
+        )?,
+        max_request_bytes,
+        max_buffered_bytes: buffered_bytes(&keys, max_request_bytes)?,
+        request_timeout: at_least_one("request_timeout_s", seconds(keys.request_timeout_s, 1800))?,
+        drain_timeout: seconds(keys.drain_timeout_s, 30),
+        media: media_config(keys)?,
+        model_path,
+    })
+}
+
+fn media_config(keys: GatewayKeys) -> Result<MediaConfig, ConfigError> {
+    let cores =
+        std::thread::available_parallelism().map_or(1, |n| u32::try_from(n.get()).unwrap_or(1));
+    Ok(MediaConfig {
+        max_bytes: at_least_one("max_media_bytes", keys.max_media_bytes.unwrap_or(64 * MIB))?,
+        threads: at_least_one("media_threads", keys.media_threads.unwrap_or(cores))?,
+        max_video_processes: at_least_one(
+            "max_video_processes",
+            keys.max_video_processes.unwrap_or((cores / 2).max(1)),
+        )?,
+        timeout: at_least_one(
+            "media_timeout_s",
+            Duration::from_secs(u64::from(keys.media_timeout_s.unwrap_or(60))),
+        )?,
+        allowed_hosts: keys
+            .allowed_media_hosts
+            .unwrap_or_default()
+            .into_iter()
+            .map(|host| host.trim().to_ascii_lowercase())
+            .collect(),
+        allow_private: keys.allow_private_media.unwrap_or(false),
+    })
+}
+
+fn buffered_bytes(keys: &GatewayKeys, max_request_bytes: u64) -> Result<u64, ConfigError> {
+    let value = keys.max_buffered_bytes.unwrap_or((1024 * MIB).max(max_request_bytes));
+    if value < max_request_bytes {
+        return Err(ConfigError::Invalid {
+            key: "max_buffered_bytes",
+            message: format!(
+                "{value} is below max_request_bytes ({max_request_bytes}): no full-size request \
+                 could ever be served"
+            ),
+        });
+    }
+    Ok(value)
+}
+
+fn at_least_one<T: Default + PartialEq>(key: &'static str, value: T) -> Result<T, ConfigError> {
+    if value == T::default() {
+        return Err(ConfigError::Invalid { key, message: "must be at least 1, got 0".into() });
+    }
+    Ok(value)
+}
+
+fn served_name(given: Option<String>, model_path: &Path) -> Result<String, ConfigError> {
+    let directory_name = || {
+        let path = model_path.canonicalize().unwrap_or_else(|_| model_path.to_owned());
+        path.file_name().map(|name| name.to_string_lossy().into_owned())
+    };
+    given.or_else(directory_name).filter(|name| !name.is_empty()).ok_or_else(|| {
+        ConfigError::Invalid {
+            key: "served_model_name",
+            message: "must not be empty; give the model a name".into(),
+        }
+    })
+}
+
+fn log_level(text: &str) -> Result<LogLevel, ConfigError> {
+    match text.to_ascii_lowercase().as_str() {
+        "debug" => Ok(LogLevel::Debug),
+        "info" => Ok(LogLevel::Info),
+        "warning" | "warn" => Ok(LogLevel::Warning),
+        "error" => Ok(LogLevel::Error),
+        _ => Err(ConfigError::Invalid {
+            key: "log_level",
+            message: format!("expected debug, info, warning or error, got {text:?}"),
+        }),
+    }
+}
+
+fn log_format(text: &str) -> Result<LogFormat, ConfigError> {
+    match text {
+        "text" => Ok(LogFormat::Text),
+        "json" => Ok(LogFormat::Json),
+        _ => Err(ConfigError::Invalid {
+            key: "log_format",
+            message: format!("expected text or json, got {text:?}"),
+        }),
+    }
+}
+
+fn listen_address(given: Option<String>) -> Result<String, ConfigError> {
+    let listen = given.unwrap_or_else(|| "127.0.0.1:8000".into());
+    match listen.rsplit_once(':') {
+        Some((host, port)) if !host.is_empty() && port.parse::<u16>().is_ok() => Ok(listen),
+        _ => Err(ConfigError::Invalid {
+            key: "listen",
+            message: format!("expected host:port, for example 0.0.0.0:8000, got {listen:?}"),
+        }),
+    }
+}
+
+fn worker_uris(given: Option<Vec<String>>) -> Result<Vec<String>, ConfigError> {
+    let given = given.unwrap_or_else(|| vec!["127.0.0.1:50051".into()]);
+    let uris = given
+        .iter()
+        .map(|address| {
+            let invalid = |message: String| ConfigError::Invalid { key: "workers", message };
+            let host_port = address.trim().strip_prefix("http://").unwrap_or(address.trim());
+            if host_port.contains("://") {
+                return Err(invalid(format!(
+                    "only http:// workers are supported, got {address:?}"
+                )));
+            }
+            match host_port.rsplit_once(':') {
+                Some((host, port)) if !host.is_empty() && port.parse::<u16>().is_ok() => {
+                    Ok(format!("http://{host_port}"))
+                }
+                _ => Err(invalid(format!("expected host:port, got {address:?}"))),
+            }
+        })
+        .collect::<Result<Vec<_>, _>>()?;
+    if uris.is_empty() {
+        return Err(ConfigError::Invalid {
+            key: "workers",
+            message: "at least one worker is needed".into(),
+        });
+    }
+    Ok(uris)
+}

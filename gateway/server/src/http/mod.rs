@@ -1,0 +1,126 @@
+//! Routes, and what all of them share: who asks, how bodies are read, how errors are shown.
+
+mod body;
+mod chat;
+mod completions;
+mod observe;
+mod ops;
+mod serve;
+mod sse;
+mod tokens;
+
+use std::sync::Arc;
+
+use axum::Router;
+use axum::body::Body;
+use axum::extract::{Request, State};
+use axum::http::{HeaderValue, StatusCode, header};
+use axum::response::Response;
+use axum::routing::{get, post};
+use gateway_core::openai::RequestBody;
+use tokio::time::Instant;
+
+pub use observe::RequestIds;
+pub use serve::serve;
+
+use crate::app::App;
+use crate::error::{ErrorKind, GatewayError};
+use crate::pipeline::run_text;
+use crate::reply::Visit;
+
+/// Largest body of requests that hold no media.
+const MAX_TEXT_BYTES: u64 = 16 << 20;
+/// Bodies above this are parsed off the async threads.
+const LONG_BODY_BYTES: u64 = 256 << 10;
+
+/// All routes of an app.
+pub fn router(app: &Arc<App>) -> Router {
+    Router::new()
+        .route("/v1/chat/completions", post(chat::completions))
+        .route("/v1/completions", post(completions::completions))
+        .route("/v1/models", get(ops::models))
+        .route("/v1/models/{*id}", get(ops::model))
+        .route("/tokenize", post(tokens::tokenize))
+        .route("/v1/tokenize", post(tokens::tokenize))
+        .route("/detokenize", post(tokens::detokenize))
+        .route("/v1/detokenize", post(tokens::detokenize))
+        .route("/health", get(ops::health))
+        .route("/ready", get(ops::ready))
+        .route("/metrics", get(ops::metrics))
+        .route("/version", get(ops::version))
+        .fallback(unknown_route)
+        .method_not_allowed_fallback(wrong_method)
+        .with_state(Arc::clone(app))
+}
+
+async fn unknown_route(State(app): State<Arc<App>>, request: Request) -> Response {
+    let path = request.uri().path();
+    let error = GatewayError::new(ErrorKind::NotFound, format!("there is no route {path:?}"));
+    refuse(&app, &error)
+}
+
+async fn wrong_method(State(app): State<Arc<App>>, request: Request) -> Response {
+    let (method, path) = (request.method(), request.uri().path());
+    let message = format!("{path} does not answer to {method}");
+    refuse(&app, &GatewayError::new(ErrorKind::MethodNotAllowed, message))
+}
+
+/// A request body, read and parsed, and the visit it begins.
+async fn receive(
+    app: &Arc<App>,
+    request: Request,
+    reply_prefix: &str,
+    max_bytes: u64,
+) -> Result<(RequestBody, Visit), GatewayError> {
+    let arrived = Instant::now();
+    let trace_id = RequestIds::of(&request).trace_id;
+    let (bytes, lease) = body::read(app, request.into_body(), max_bytes).await?;
+    let is_long = lease.bytes() > LONG_BODY_BYTES;
+    let parsed = run_text(app, is_long, move |_| RequestBody::parse(&bytes)).await?;
+    let visit = Visit {
+        reply_id: format!("{reply_prefix}-{}", observe::fresh_id()),
+        trace_id,
+        arrived,
+        deadline: arrived + app.config.request_timeout,
+        body: lease,
+    };
+    Ok((parsed, visit))
+}
+
+/// Shows an error to the client, counts it, and logs what is not for the client.
+fn refuse(app: &App, error: &GatewayError) -> Response {
+    record(app, error);
+    let row = error.kind.row();
+    let mut response = json_response(&error.body());
+    *response.status_mut() =
+        StatusCode::from_u16(row.status).unwrap_or(StatusCode::INTERNAL_SERVER_ERROR);
+    if let Some(seconds) = error.kind.retry_after_s() {
+        response.headers_mut().insert(header::RETRY_AFTER, HeaderValue::from(seconds));
+    }
+    response
+}
+
+/// Counts and logs an error, where it is handled and only there.
+fn record(app: &App, error: &GatewayError) {
+    app.metrics.error(error.kind);
+    let kind = error.kind.row().label;
+    let detail = error.detail.as_deref().unwrap_or("");
+    match error.kind {
+        ErrorKind::Internal => tracing::error!(kind, detail, "request failed"),
+        ErrorKind::WorkerUnavailable
+        | ErrorKind::DeadlineExceeded
+        | ErrorKind::MediaUnavailable
+        | ErrorKind::Draining => {
+            tracing::warn!(kind, message = %error.message, detail, "request failed");
+        }
+        _ => tracing::debug!(kind, param = error.param.as_deref(), detail, "request refused"),
+    }
+}
+
+fn json_response(value: &impl serde::Serialize) -> Response {
+    let body = serde_json::to_vec(value).unwrap_or_default();
+    let mut response = Response::new(Body::from(body));
+    let json = HeaderValue::from_static("application/json");
+    response.headers_mut().insert(header::CONTENT_TYPE, json);
+    response
+}

@@ -1,0 +1,94 @@
+//! Accepts connections, and lets them end in order when the gateway stops.
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use axum::Router;
+use axum::body::Body;
+use hyper::server::conn::http1;
+use hyper::service::service_fn;
+use hyper_util::rt::{TokioIo, TokioTimer};
+use tokio::net::{TcpListener, TcpStream};
+use tokio::task::JoinSet;
+use tokio_util::sync::CancellationToken;
+
+use super::{observe, router};
+use crate::app::App;
+
+/// Time for a client to send the head of a request.
+const HEAD_TIMEOUT: Duration = Duration::from_secs(30);
+/// Pause after an accept that failed, so that a full descriptor table does not spin a core.
+const ACCEPT_PAUSE: Duration = Duration::from_millis(50);
+/// Time for aborted replies to tell their clients.
+const LAST_WORDS: Duration = Duration::from_secs(2);
+
+/// Serves until `stop`, then lets running requests finish within the configured time; what is
+/// left after it is ended with an error.
+pub async fn serve(app: Arc<App>, listener: TcpListener, stop: CancellationToken) {
+    let router = router(&app);
+    let mut connections = JoinSet::new();
+    loop {
+        tokio::select! {
+            () = stop.cancelled() => break,
+            accepted = listener.accept() => match accepted {
+                Ok((stream, _)) => {
+                    let serving = connection(Arc::clone(&app), router.clone(), stream, stop.clone());
+                    connections.spawn(serving);
+                }
+                Err(error) => {
+                    tracing::warn!(%error, "a connection could not be accepted");
+                    tokio::time::sleep(ACCEPT_PAUSE).await;
+                }
+            },
+            Some(_) = connections.join_next() => {}
+        }
+    }
+    drop(listener);
+    app.admission.close();
+    drain(&app, &mut connections).await;
+}
+
+async fn drain(app: &App, connections: &mut JoinSet<()>) {
+    let limit = app.config.drain_timeout;
+    tracing::info!(connections = connections.len(), limit_s = limit.as_secs(), "draining");
+    if tokio::time::timeout(limit, all_gone(connections)).await.is_err() {
+        tracing::warn!(connections = connections.len(), "drain time is over; ending what runs");
+        app.abort.cancel();
+        let _ = tokio::time::timeout(LAST_WORDS, all_gone(connections)).await;
+    }
+    connections.shutdown().await;
+}
+
+async fn all_gone(connections: &mut JoinSet<()>) {
+    while connections.join_next().await.is_some() {}
+}
+
+async fn connection(app: Arc<App>, router: Router, stream: TcpStream, stop: CancellationToken) {
+    // tokens are small and must not wait for company
+    if let Err(error) = stream.set_nodelay(true) {
+        tracing::debug!(%error, "a connection died at once");
+        return;
+    }
+    let service = service_fn(move |request: hyper::Request<hyper::body::Incoming>| {
+        let (app, router) = (Arc::clone(&app), router.clone());
+        async move {
+            let request = request.map(Body::new);
+            Ok::<_, std::convert::Infallible>(observe::answer(app, router, request).await)
+        }
+    });
+    let serving = http1::Builder::new()
+        .timer(TokioTimer::new())
+        .header_read_timeout(HEAD_TIMEOUT)
+        .serve_connection(TokioIo::new(stream), service);
+    let mut serving = std::pin::pin!(serving);
+    let outcome = tokio::select! {
+        outcome = serving.as_mut() => outcome,
+        () = stop.cancelled() => {
+            serving.as_mut().graceful_shutdown();
+            serving.await
+        }
+    };
+    if let Err(error) = outcome {
+        tracing::debug!(%error, "a connection ended early");
+    }
+}

@@ -1,0 +1,224 @@
+//! Media from the network: few hops, each re-checked; bounded in bytes and time.
+
+use std::error::Error as StdError;
+use std::net::SocketAddr;
+use std::sync::{Arc, OnceLock};
+use std::time::Duration;
+
+use bytes::{Bytes, BytesMut};
+use reqwest::header::{ACCEPT_ENCODING, LOCATION};
+use reqwest::{Client, Response, dns};
+use tokio::time::Instant;
+use url::Url;
+
+use super::address::AddressPolicy;
+use super::data_url::too_large;
+use crate::admission::{Admission, ByteLease};
+use crate::error::{ErrorKind, GatewayError};
+
+const MAX_REDIRECTS: usize = 3;
+const CONNECT_TIMEOUT: Duration = Duration::from_secs(10);
+const IDLE_CONNECTIONS: usize = 4;
+
+/// Fetches media over HTTP.
+pub struct Fetcher {
+    policy: Arc<AddressPolicy>,
+    max_bytes: u64,
+    timeout: Duration,
+    /// Made on first use: reading the system's certificates takes time and memory.
+    client: OnceLock<Result<Client, String>>,
+}
+
+impl Fetcher {
+    /// A fetcher under that policy.
+    pub fn new(policy: AddressPolicy, max_bytes: u64, timeout: Duration) -> Self {
+        Self { policy: Arc::new(policy), max_bytes, timeout, client: OnceLock::new() }
+    }
+
+    /// The bytes behind an `http:` or `https:` URL, held under `lease`.
+    ///
+    /// # Errors
+    /// `InvalidRequest` for a URL the policy refuses, `MediaOriginFailed`, `MediaOriginTimeout`,
+    /// `TooLarge`, `Overloaded` when the byte budget is spent.
+    pub async fn fetch(
+        &self,
+        url: &str,
+        admission: &Admission,
+        lease: &mut ByteLease,
+    ) -> Result<Bytes, GatewayError> {
+        let deadline = Instant::now() + self.timeout;
+        let work = async {
+            let response = self.follow(url).await?;
+            self.read(response, admission, lease).await
+        };
+        tokio::time::timeout_at(deadline, work).await.map_err(|_| {
+            let limit = self.timeout.as_secs();
+            GatewayError::new(
+                ErrorKind::MediaOriginTimeout,
+                format!("the media did not arrive within {limit} s"),
+            )
+        })?
+    }
+
+    /// Requests the URL and at most three redirects.
+    async fn follow(&self, url: &str) -> Result<Response, GatewayError> {
+        let mut url = Url::parse(url).map_err(|error| {
+            let message = format!("the media URL is not data:, http: or https: ({error})");
+            let mut error = GatewayError::new(ErrorKind::InvalidRequest, message);
+            error.code = "media_url_refused";
+            error
+        })?;
+        for _ in 0..=MAX_REDIRECTS {
+            self.policy.check_url(&url)?;
+            let request = self.client()?.get(url.clone()).header(ACCEPT_ENCODING, "identity");
+            let response = request.send().await.map_err(|error| send_failure(&error))?;
+            if !response.status().is_redirection() {
+                return check_status(response);
+            }
+            url = redirect_target(&url, &response)?;
+        }
+        Err(GatewayError::new(
+            ErrorKind::MediaOriginFailed,
+            format!("the media URL redirects more than {MAX_REDIRECTS} times"),
+        ))
+    }
+
+    async fn read(
+        &self,
+        mut response: Response,
+        admission: &Admission,
+        lease: &mut ByteLease,
+    ) -> Result<Bytes, GatewayError> {
+        let declared = response.content_length().unwrap_or(0);
+        if declared > self.max_bytes {
+            return Err(too_large(declared, self.max_bytes));
+        }
+        admission.grow(lease, declared)?;
+        let mut body = BytesMut::with_capacity(usize::try_from(declared).unwrap_or(0));
+        while let Some(piece) = response.chunk().await.map_err(|error| read_failure(&error))? {
+            let bytes = (body.len() + piece.len()) as u64;
+            if bytes > self.max_bytes {
+                return Err(too_large(bytes, self.max_bytes));
+            }
+            admission.grow(lease, bytes)?;
+            body.extend_from_slice(&piece);
+        }
+        Ok(body.freeze())
+    }
+
+    fn client(&self) -> Result<&Client, GatewayError> {
+        let made = self.client.get_or_init(|| build_client(&self.policy));
+        made.as_ref().map_err(|reason| {
+            GatewayError::internal(format!("the http client for media cannot be made: {reason}"))
+        })
+    }
+}
+
+fn build_client(policy: &Arc<AddressPolicy>) -> Result<Client, String> {
+    // an embedding program may have installed a provider of its own
+    let _ = rustls::crypto::ring::default_provider().install_default();
+    let builder = || {
+        Client::builder()
+            .user_agent(concat!("m3stack/", env!("CARGO_PKG_VERSION")))
+            .redirect(reqwest::redirect::Policy::none())
+            .no_proxy()
+            .connect_timeout(CONNECT_TIMEOUT)
+            .pool_max_idle_per_host(IDLE_CONNECTIONS)
+            .dns_resolver(CheckedResolver { policy: Arc::clone(policy) })
+    };
+    builder().build().or_else(|error| {
+        tracing::warn!(reason = %innermost(&error), "no system certificates: media from https will fail");
+        let provider = Arc::new(rustls::crypto::ring::default_provider());
+        let tls = rustls::ClientConfig::builder_with_provider(provider)
+            .with_safe_default_protocol_versions()
+            .map_err(|error| error.to_string())?
+            .with_root_certificates(rustls::RootCertStore::empty())
+            .with_no_client_auth();
+        builder().tls_backend_preconfigured(tls).build().map_err(|error| innermost(&error))
+    })
+}
+
+/// Resolves a name once, judges all of its addresses, and hands exactly these to the connector:
+/// what was judged is what is dialled. (Literal addresses never come here; `check_url` sees them.)
+struct CheckedResolver {
+    policy: Arc<AddressPolicy>,
+}
+
+/// A name that leads to an address the policy refuses.
+#[derive(Debug, thiserror::Error)]
+#[error("media may not be fetched from {host}: it resolves to an address that is not public")]
+struct ForbiddenName {
+    host: String,
+}
+
+impl dns::Resolve for CheckedResolver {
+    fn resolve(&self, name: dns::Name) -> dns::Resolving {
+        let policy = Arc::clone(&self.policy);
+        Box::pin(async move {
+            let host = name.as_str().to_owned();
+            let found: Vec<SocketAddr> =
+                tokio::net::lookup_host((host.as_str(), 0)).await?.collect();
+            if found.iter().any(|address| !policy.allows(address.ip())) {
+                return Err(Box::new(ForbiddenName { host }) as Box<dyn StdError + Send + Sync>);
+            }
+            Ok(Box::new(found.into_iter()) as dns::Addrs)
+        })
+    }
+}
+
+fn check_status(response: Response) -> Result<Response, GatewayError> {
+    let status = response.status();
+    if status.is_success() {
+        return Ok(response);
+    }
+    Err(GatewayError::new(
+        ErrorKind::MediaOriginFailed,
+        format!("the server that holds the media answered {}", status.as_u16()),
+    ))
+}
+
+fn redirect_target(from: &Url, response: &Response) -> Result<Url, GatewayError> {
+    let location = response.headers().get(LOCATION).and_then(|value| value.to_str().ok());
+    location.and_then(|location| from.join(location).ok()).ok_or_else(|| {
+        GatewayError::new(
+            ErrorKind::MediaOriginFailed,
+            "the server that holds the media redirects to nowhere",
+        )
+    })
+}
+
+fn send_failure(error: &reqwest::Error) -> GatewayError {
+    let mut cause: Option<&dyn StdError> = Some(error);
+    while let Some(inner) = cause {
+        if let Some(forbidden) = inner.downcast_ref::<ForbiddenName>() {
+            let mut refusal = GatewayError::new(ErrorKind::InvalidRequest, forbidden.to_string());
+            refusal.code = "media_url_refused";
+            return refusal;
+        }
+        cause = inner.source();
+    }
+    let kind = if error.is_timeout() {
+        ErrorKind::MediaOriginTimeout
+    } else {
+        ErrorKind::MediaOriginFailed
+    };
+    GatewayError::new(kind, "the server that holds the media cannot be reached")
+        .because(innermost(error))
+}
+
+fn read_failure(error: &reqwest::Error) -> GatewayError {
+    GatewayError::new(
+        ErrorKind::MediaOriginFailed,
+        "the server that holds the media broke off in the middle",
+    )
+    .because(innermost(error))
+}
+
+/// The last cause of a chain: the one that says what happened.
+fn innermost(error: &dyn StdError) -> String {
+    let mut cause = error;
+    while let Some(inner) = cause.source() {
+        cause = inner;
+    }
+    cause.to_string()
+}

@@ -1,0 +1,285 @@
+//! FFmpeg, and nothing else in the gateway knows it: what a clip is, and the frames one asks for.
+
+mod confine;
+mod frames;
+mod probe;
+mod select;
+#[cfg(test)]
+mod tests;
+
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use std::time::Duration;
+
+use tokio::io::AsyncReadExt;
+use tokio::sync::{OnceCell, Semaphore};
+use tokio::time::Instant;
+
+use confine::{Confined, Launch};
+use gateway_media::decode::DecodeLimits;
+
+pub use confine::MemoryFile;
+pub use frames::FrameStream;
+pub use probe::ClipProbe;
+
+use crate::error::{ErrorKind, GatewayError};
+use crate::telemetry::Metrics;
+
+/// Containers that are opened at all. None of them can name another file or host.
+const FORMATS: &str = "mov,matroska,avi,mpegts,mpeg,flv,ogg,asf,gif";
+/// Most bytes a probe may print: some million frames.
+const MAX_PROBE_BYTES: usize = 64 << 20;
+/// Processor time a child may use for each second it may take.
+const CPU_PER_WALL: u32 = 4;
+
+/// The two programs, and how many may run at once.
+pub struct Ffmpeg {
+    programs: Result<Programs, String>,
+    has_fps_mode: OnceCell<bool>,
+    places: Arc<Semaphore>,
+    threads: u32,
+    timeout: Duration,
+    limits: DecodeLimits,
+    metrics: Arc<Metrics>,
+}
+
+struct Programs {
+    ffmpeg: PathBuf,
+    ffprobe: PathBuf,
+}
+
+/// How many processes, how long, how large.
+#[derive(Clone, Copy, Debug)]
+pub struct FfmpegLimits {
+    /// Processes at once.
+    pub max_processes: u32,
+    /// Time for one run.
+    pub timeout: Duration,
+    /// Largest frame.
+    pub decode: DecodeLimits,
+}
+
+impl Ffmpeg {
+    /// Looks for the programs in the directories of `search_path` (as in `PATH`).
+    pub fn find(
+        search_path: Option<&std::ffi::OsStr>,
+        limits: FfmpegLimits,
+        metrics: Arc<Metrics>,
+    ) -> Self {
+        let cores = std::thread::available_parallelism().map_or(1, |n| n.get() as u32);
+        Self {
+            programs: find_programs(search_path),
+            has_fps_mode: OnceCell::new(),
+            places: Arc::new(Semaphore::new(limits.max_processes as usize)),
+            threads: (cores / limits.max_processes).clamp(1, 8),
+            timeout: limits.timeout,
+            limits: limits.decode,
+            metrics,
+        }
+    }
+
+    /// Why clips cannot be read here, if they cannot.
+    pub fn missing(&self) -> Option<&str> {
+        self.programs.as_ref().err().map(String::as_str)
+    }
+
+    /// Size, rotation, frame count and rate of a clip, from its container where that can be
+    /// trusted and by decoding where it cannot.
+    ///
+    /// # Errors
+    /// `MediaRejected` for what is no clip, `MediaUnavailable` without FFmpeg, `DeadlineExceeded`.
+    pub async fn probe(&self, clip: &MemoryFile) -> Result<ClipProbe, GatewayError> {
+        let listing = self.run_probe(clip, probe::PACKET_ENTRIES).await?;
+        let listing = probe::Listing::parse(&listing)?;
+        listing.check_size(self.limits.max_pixels)?;
+        if listing.is_trustworthy() {
+            return listing.into_probe();
+        }
+        let decoded = self.run_probe(clip, probe::FRAME_ENTRIES).await?;
+        listing.with_frames_of(&probe::Listing::parse(&decoded)?).into_probe()
+    }
+
+    /// Decodes exactly these frames (ascending numbers), in order, upright, at source size.
+    ///
+    /// # Errors
+    /// `MediaUnavailable` without FFmpeg; what the system said, as `Internal`.
+    pub async fn frames(
+        &self,
+        clip: &MemoryFile,
+        probe: &ClipProbe,
+        frames: &[u64],
+    ) -> Result<FrameStream, GatewayError> {
+        let programs = self.programs()?;
+        let has_fps_mode = *self
+            .has_fps_mode
+            .get_or_try_init(|| async { self.read_version(&programs.ffmpeg).await })
+            .await?;
+        let threads = self.threads.to_string();
+        let filter = frames::filter(probe, frames);
+        let mut arguments = strings(&[
+            "-nostdin",
+            "-hide_banner",
+            "-loglevel",
+            "error",
+            "-threads",
+            &threads,
+            "-protocol_whitelist",
+            "file",
+            "-format_whitelist",
+            FORMATS,
+            "-noautorotate",
+            "-i",
+            &clip.path_in_child(),
+            "-map",
+            "0:V:0",
+            "-an",
+            "-sn",
+            "-dn",
+            "-vf",
+            &filter,
+        ]); // one argument vector, written by us alone
+        let sync = if has_fps_mode { "-fps_mode" } else { "-vsync" };
+        let count = frames.len().to_string();
+        arguments.extend(strings(&[
+            sync,
+            "passthrough",
+            "-frames:v",
+            &count,
+            "-f",
+            "rawvideo",
+            "-pix_fmt",
+            "rgb24",
+            "pipe:1",
+        ]));
+        let child = self.start(&programs.ffmpeg, &arguments, Some(clip)).await?;
+        FrameStream::new(child, probe, frames.len(), self.timeout)
+    }
+
+    /// Runs ffprobe and gives all it prints.
+    async fn run_probe(&self, clip: &MemoryFile, entries: &str) -> Result<Vec<u8>, GatewayError> {
+        let programs = self.programs()?;
+        let threads = self.threads.to_string();
+        let arguments = strings(&[
+            "-hide_banner",
+            "-loglevel",
+            "error",
+            "-threads",
+            &threads,
+            "-protocol_whitelist",
+            "file",
+            "-format_whitelist",
+            FORMATS,
+            "-select_streams",
+            "V:0",
+            "-show_entries",
+            entries,
+            "-of",
+            "compact",
+            &clip.path_in_child(),
+        ]);
+        let mut child = self.start(&programs.ffprobe, &arguments, Some(clip)).await?;
+        let output = self.collect(&mut child).await?;
+        if output.is_empty() {
+            let reason = child.messages();
+            return Err(rejected("the clip cannot be read: it is no video, or it is damaged")
+                .because(reason));
+        }
+        Ok(output)
+    }
+
+    /// Reads a child's output to its end, within time and size.
+    async fn collect(&self, child: &mut Confined) -> Result<Vec<u8>, GatewayError> {
+        let mut stdout = child
+            .take_output()
+            .ok_or_else(|| GatewayError::internal("the child's output was already taken"))?;
+        let mut output = Vec::new();
+        let deadline = Instant::now() + self.timeout;
+        let reading = async {
+            while stdout.read_buf(&mut output).await? > 0 && output.len() <= MAX_PROBE_BYTES {}
+            child.wait().await
+        };
+        match tokio::time::timeout_at(deadline, reading).await {
+            Err(_) => Err(too_slow(self.timeout)),
+            Ok(Err(error)) => Err(GatewayError::internal(format!("ffprobe: {error}"))),
+            Ok(Ok(_)) if output.len() > MAX_PROBE_BYTES => {
+                Err(rejected("the clip has too many frames to be listed"))
+            }
+            Ok(Ok(_)) => Ok(output),
+        }
+    }
+
+    async fn start(
+        &self,
+        program: &Path,
+        arguments: &[String],
+        input: Option<&MemoryFile>,
+    ) -> Result<Confined, GatewayError> {
+        let place = Arc::clone(&self.places)
+            .acquire_owned()
+            .await
+            .map_err(|_| GatewayError::internal("the pool of video processes is closed"))?;
+        let launch = Launch { program, arguments, input, cpu_time: self.timeout * CPU_PER_WALL };
+        Confined::start(&launch, place, &self.metrics).map_err(|error| {
+            if error.kind() == std::io::ErrorKind::NotFound {
+                unavailable(&format!("{} is gone", program.display()))
+            } else {
+                GatewayError::internal(format!("cannot start {}: {error}", program.display()))
+            }
+        })
+    }
+
+    /// Whether this FFmpeg knows `-fps_mode` (5.1 and later; `-vsync` left with 8).
+    async fn read_version(&self, ffmpeg: &Path) -> Result<bool, GatewayError> {
+        let mut child = self.start(ffmpeg, &strings(&["-version"]), None).await?;
+        let output = self.collect(&mut child).await?;
+        Ok(knows_fps_mode(&String::from_utf8_lossy(&output)))
+    }
+
+    fn programs(&self) -> Result<&Programs, GatewayError> {
+        self.programs.as_ref().map_err(|missing| unavailable(missing))
+    }
+}
+
+fn find_programs(search_path: Option<&std::ffi::OsStr>) -> Result<Programs, String> {
+    let find = |name: &str| {
+        std::env::split_paths(search_path.unwrap_or_default())
+            .map(|directory| directory.join(name))
+            .find(|path| path.is_file())
+            .ok_or_else(|| {
+                format!(
+                    "{name} is not installed on the gateway's machine; install the package ffmpeg"
+                )
+            })
+    };
+    Ok(Programs { ffmpeg: find("ffmpeg")?, ffprobe: find("ffprobe")? })
+}
+
+/// Reads `ffmpeg version 5.1.9-0+deb12u1 ...`; builds from git carry no number and are new.
+fn knows_fps_mode(banner: &str) -> bool {
+    let version = banner.split_whitespace().nth(2).unwrap_or("");
+    let version = version.trim_start_matches('n');
+    let mut numbers = version.split(|c: char| !c.is_ascii_digit()).map(str::parse::<u32>);
+    match (numbers.next(), numbers.next()) {
+        (Some(Ok(major)), Some(Ok(minor))) => (major, minor) >= (5, 1),
+        _ => true,
+    }
+}
+
+fn strings(parts: &[&str]) -> Vec<String> {
+    parts.iter().map(|part| (*part).to_owned()).collect()
+}
+
+fn rejected(message: &str) -> GatewayError {
+    GatewayError::new(ErrorKind::MediaRejected, message)
+}
+
+fn unavailable(missing: &str) -> GatewayError {
+    GatewayError::new(ErrorKind::MediaUnavailable, format!("clips cannot be read: {missing}"))
+}
+
+fn too_slow(limit: Duration) -> GatewayError {
+    GatewayError::new(
+        ErrorKind::DeadlineExceeded,
+        format!("reading the clip took longer than {} s", limit.as_secs()),
+    )
+}

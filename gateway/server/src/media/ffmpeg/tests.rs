@@ -1,0 +1,1 @@
+//! Every clip of the handed set gives what its expectation says.

@@ -1,0 +1,274 @@
+//! The story of a request, top to bottom.
+
+use std::sync::Arc;
+use std::time::Instant;
+
+use gateway_core::conversation::{
+    CompletionPrompt, CompletionTask, Conversation, Generation, MediaRef, ResponseFormat,
+    ToolChoice,
+};
+use gateway_core::model::OutputOptions;
+use gateway_core::prompt::Prompt;
+use gateway_core::{RequestError, RequestErrorKind};
+
+use crate::app::App;
+use crate::error::{ErrorKind, GatewayError};
+use crate::media::PlannedMedia;
+use crate::reply::{Grammar, Job, Reply, Visit};
+use crate::workers::{ItemHeader, RequestHeader};
+
+/// Text above this leaves the async threads to be rendered and tokenized.
+const LONG_TEXT_BYTES: u64 = 16 * 1024;
+
+/// Serves a chat request, up to the reply that is about to come.
+///
+/// # Errors
+/// Whatever keeps the request from being given to a worker; nothing is left behind.
+pub async fn chat(
+    app: &Arc<App>,
+    mut conversation: Conversation,
+    visit: Visit,
+) -> Result<Reply, GatewayError> {
+    // refused before anything costs something
+    check_model(app, conversation.model.as_deref())?;
+    check_supported(&conversation)?;
+    let permit = app.admission.enter()?;
+    app.workers.check_someone_ready()?;
+
+    // the conversation as the model reads it; media are still only markers
+    let media = take_media(&mut conversation);
+    let begin = Instant::now();
+    let is_long = visit.body_bytes() > LONG_TEXT_BYTES;
+    let (conversation, rendered) = run_text(app, is_long, move |app| {
+        let rendered = app.model.prompt_builder.render(&conversation);
+        rendered.map(|rendered| (conversation, rendered))
+    })
+    .await?;
+
+    // what each picture and clip will become, from its header alone
+    let rendering = begin.elapsed();
+    let planned = app.media.plan(media, &*app.model.spec, &app.admission).await?;
+
+    // the whole prompt, and whether it fits
+    let begin = Instant::now();
+    let plans: Vec<_> = planned.iter().map(|item| item.plan.clone()).collect();
+    let prompt =
+        run_text(app, is_long, move |app| app.model.prompt_builder.expand(&rendered, &plans))
+            .await?;
+    app.metrics.prompt_built(rendering + begin.elapsed());
+    let max_tokens = room(app, prompt.token_ids.len(), &conversation.generation, "messages")?;
+
+    // from here on the worker is asked, media are decoded on demand, and tokens become text:
+    // see `Reply`, which does all of it when it is asked for its next step
+    let options = OutputOptions {
+        thinking: conversation.thinking.unwrap_or_default(),
+        tools: conversation.tool_schemas,
+    };
+    let job = Job {
+        header: header(app, prompt, &planned, conversation.generation, max_tokens),
+        media: planned,
+        grammar: Grammar::Chat(options),
+        echo: None,
+    };
+    Ok(Reply::new(app, vec![job], visit, permit))
+}
+
+/// Serves a text completion, up to the reply that is about to come.
+///
+/// # Errors
+/// As [`chat`].
+pub async fn completion(
+    app: &Arc<App>,
+    task: CompletionTask,
+    visit: Visit,
+) -> Result<Reply, GatewayError> {
+    check_model(app, task.model.as_deref())?;
+    let permit = app.admission.enter()?;
+    app.workers.check_someone_ready()?;
+
+    let begin = Instant::now();
+    let is_long = visit.body_bytes() > LONG_TEXT_BYTES;
+    let (task, encoded) = run_text(app, is_long, move |app| {
+        let encoded: Result<Vec<_>, _> = task
+            .prompts
+            .iter()
+            .map(|prompt| encode(app, prompt, task.add_special_tokens))
+            .collect();
+        encoded.map(|encoded| (task, encoded))
+    })
+    .await?;
+    app.metrics.prompt_built(begin.elapsed());
+
+    let mut jobs = Vec::with_capacity(encoded.len());
+    for (token_ids, source) in encoded.into_iter().zip(task.prompts) {
+        let max_tokens = room(app, token_ids.len(), &task.generation, "prompt")?;
+        let echo = task.echo.then(|| match source {
+            CompletionPrompt::Text(text) => text,
+            CompletionPrompt::Ids(ids) => app.model.prompt_builder.decode(&ids),
+        });
+        let prompt = Prompt { token_ids, spans: Vec::new() };
+        jobs.push(Job {
+            header: header(app, prompt, &[], task.generation.clone(), max_tokens),
+            media: Vec::new(),
+            grammar: Grammar::PlainText,
+            echo,
+        });
+    }
+    Ok(Reply::new(app, jobs, visit, permit))
+}
+
+/// Renders and tokenizes a conversation without running it, media counted by their plans.
+///
+/// # Errors
+/// As [`chat`], short of a worker.
+pub async fn tokenize_chat(
+    app: &Arc<App>,
+    mut conversation: Conversation,
+) -> Result<Vec<u32>, GatewayError> {
+    check_model(app, conversation.model.as_deref())?;
+    let _permit = app.admission.enter()?;
+    let media = take_media(&mut conversation);
+    let rendered =
+        run_text(app, true, move |app| app.model.prompt_builder.render(&conversation)).await?;
+    let planned = app.media.plan(media, &*app.model.spec, &app.admission).await?;
+    let plans: Vec<_> = planned.into_iter().map(|item| item.plan).collect();
+    let prompt =
+        run_text(app, true, move |app| app.model.prompt_builder.expand(&rendered, &plans)).await?;
+    Ok(prompt.token_ids)
+}
+
+/// Refuses a model that is not the one served.
+///
+/// # Errors
+/// `ModelNotFound` with both names.
+pub fn check_model(app: &App, asked: Option<&str>) -> Result<(), GatewayError> {
+    let served = &app.config.served_model_name;
+    match asked {
+        Some(asked) if asked != served => {
+            let message =
+                format!("the model {asked:?} does not exist; this gateway serves {served:?}");
+            Err(GatewayError::new(ErrorKind::ModelNotFound, message).at("model"))
+        }
+        _ => Ok(()),
+    }
+}
+
+/// Runs text work, on another thread if it may take long.
+///
+/// # Errors
+/// What the work says.
+pub async fn run_text<T, F>(app: &Arc<App>, is_long: bool, work: F) -> Result<T, GatewayError>
+where
+    T: Send + 'static,
+    F: FnOnce(&App) -> Result<T, RequestError> + Send + 'static,
+{
+    if !is_long {
+        return Ok(work(app)?);
+    }
+    let shared = Arc::clone(app);
+    Ok(app.text_pool.run(move || work(&shared)).await??)
+}
+
+/// The media with their URLs, which may be megabytes long; the conversation keeps the rest.
+fn take_media(conversation: &mut Conversation) -> Vec<MediaRef> {
+    let take = |item: &mut MediaRef| {
+        let url = std::mem::take(&mut item.url);
+        MediaRef { url, ..item.clone() }
+    };
+    conversation.media.iter_mut().map(take).collect()
+}
+
+/// A wish that cannot be granted yet is refused, not ignored.
+fn check_supported(conversation: &Conversation) -> Result<(), GatewayError> {
+    let refuse = |param: &str, wish: &str| {
+        let message = format!("{wish} is not supported yet: output cannot be constrained");
+        let mut error = GatewayError::new(ErrorKind::InvalidRequest, message).at(param);
+        error.code = "unsupported_parameter";
+        Err(error)
+    };
+    match (&conversation.response_format, &conversation.tool_choice) {
+        (ResponseFormat::JsonObject, _) => refuse("response_format", "json_object"),
+        (ResponseFormat::JsonSchema { .. }, _) => refuse("response_format", "json_schema"),
+        (_, ToolChoice::Required) => refuse("tool_choice", "tool_choice \"required\""),
+        (_, ToolChoice::Named(_)) => refuse("tool_choice", "a tool_choice that names a function"),
+        _ => Ok(()),
+    }
+}
+
+fn encode(
+    app: &App,
+    prompt: &CompletionPrompt,
+    add_special_tokens: bool,
+) -> Result<Vec<u32>, RequestError> {
+    let builder = &app.model.prompt_builder;
+    match prompt {
+        CompletionPrompt::Text(text) => builder.encode_text(text, add_special_tokens),
+        CompletionPrompt::Ids(ids) => builder.refuse_media_ids(ids).map(|()| ids.clone()),
+    }
+}
+
+/// How many tokens the reply may have.
+fn room(
+    app: &App,
+    prompt_tokens: usize,
+    generation: &Generation,
+    param: &str,
+) -> Result<u32, GatewayError> {
+    let workers = app.workers.longest_context().unwrap_or(app.max_context_tokens);
+    let limit = u64::from(app.max_context_tokens.min(workers));
+    let prompt_tokens = prompt_tokens as u64;
+    let too_long = |message: String| {
+        RequestError::new(
+            RequestErrorKind::ContextTooLong,
+            "context_length_exceeded",
+            param,
+            message,
+        )
+    };
+    if prompt_tokens == 0 {
+        return Err(RequestError::invalid(param, "the prompt holds no token").into());
+    }
+    let asked = u64::from(generation.max_tokens.unwrap_or(1));
+    if prompt_tokens + asked > limit {
+        let excess = prompt_tokens + asked - limit;
+        let wish = match generation.max_tokens {
+            Some(asked) => format!("{asked} for the reply"),
+            None => "at least 1 for the reply".into(),
+        };
+        return Err(too_long(format!(
+            "the prompt has {prompt_tokens} tokens; with {wish} that is {excess} more than the \
+             context of {limit} tokens holds"
+        ))
+        .into());
+    }
+    let fits = u32::try_from(limit - prompt_tokens).unwrap_or(u32::MAX);
+    Ok(generation.max_tokens.unwrap_or(fits))
+}
+
+fn header(
+    app: &App,
+    prompt: Prompt,
+    media: &[PlannedMedia],
+    generation: Generation,
+    max_tokens: u32,
+) -> RequestHeader {
+    let spec = &app.model.spec;
+    let mut stop_token_ids = spec.stop_token_ids().to_vec();
+    stop_token_ids.extend(&generation.stop_token_ids);
+    let items = media.iter().zip(prompt.spans).map(|(item, spans)| ItemHeader {
+        hash: item.hash,
+        plan: item.plan.clone(),
+        spans,
+        frames_per_patch: item.frames_per_patch,
+    });
+    RequestHeader {
+        fingerprint: spec.facts().fingerprint(),
+        items: items.collect(),
+        prompt_token_ids: prompt.token_ids,
+        stop_token_ids,
+        generation,
+        max_tokens,
+        layout: spec.patch_layout(),
+        norm: spec.pixel_norm(),
+    }
+}

@@ -1,0 +1,274 @@
+//! A reply in the making: one call to a worker a sample, its tokens read as they come.
+
+use std::sync::Arc;
+
+use futures::FutureExt;
+use futures::stream::{self, BoxStream, SelectAll, StreamExt};
+use gateway_core::model::OutputOptions;
+use gateway_core::openai::{
+    CompletionTokensDetails, Delta, FinishReason, PromptTokensDetails, TokenLogprob, Usage,
+};
+use gateway_core::output::ReplyFolder;
+use tokio::sync::watch;
+use tokio::time::Instant;
+
+use crate::admission::{ByteLease, Permit};
+use crate::app::App;
+use crate::error::{ErrorKind, GatewayError};
+use crate::media::PlannedMedia;
+use crate::sample::Sample;
+use crate::telemetry::TokenClass;
+use crate::workers::{RequestHeader, WorkerId};
+
+/// One caller's visit: its names, its clock, the bytes it holds.
+#[derive(Debug)]
+pub struct Visit {
+    /// Names the reply, to the client and to workers.
+    pub reply_id: String,
+    /// The caller's own id.
+    pub trace_id: String,
+    /// When the request came.
+    pub arrived: Instant,
+    /// When it has lived long enough.
+    pub deadline: Instant,
+    /// The budget its body was read under.
+    pub body: ByteLease,
+}
+
+impl Visit {
+    /// Size of the body.
+    pub fn body_bytes(&self) -> u64 {
+        self.body.bytes()
+    }
+}
+
+/// How a reply is to be read.
+#[derive(Clone, Debug)]
+pub enum Grammar {
+    /// With the model's own parser.
+    Chat(OutputOptions),
+    /// As it is.
+    PlainText,
+}
+
+/// One prompt, ready for a worker.
+#[derive(Debug)]
+pub struct Job {
+    /// What a worker must know.
+    pub header: RequestHeader,
+    /// Its pictures and clips.
+    pub media: Vec<PlannedMedia>,
+    /// How the reply is to be read.
+    pub grammar: Grammar,
+    /// Text to be repeated before the reply.
+    pub echo: Option<String>,
+}
+
+/// What is new in one sample.
+#[derive(Debug)]
+pub struct ReplyStep {
+    /// Number of the sample: prompt by prompt, sample by sample.
+    pub choice: u32,
+    /// In order; none holds more than one kind of text.
+    pub deltas: Vec<Delta>,
+    /// Of the answer tokens shown.
+    pub logprobs: Vec<TokenLogprob>,
+    /// Present in the last step of the sample.
+    pub end: Option<SampleEnd>,
+}
+
+/// How a sample ended.
+#[derive(Debug)]
+pub struct SampleEnd {
+    /// In the client's terms.
+    pub reason: FinishReason,
+    /// Knows which calls are complete.
+    pub folder: ReplyFolder,
+    /// Its tokens.
+    pub tokens: SampleTokens,
+}
+
+/// Tokens of one sample.
+#[derive(Clone, Copy, Debug, Default)]
+pub struct SampleTokens {
+    /// Prompt tokens found in the worker's cache.
+    pub cached: u64,
+    /// Made.
+    pub completion: u64,
+    /// Of these, thinking.
+    pub reasoning: u64,
+}
+
+/// Everything needed to run samples and to account for them. Dropping it ends all of it: calls,
+/// uploads, fetches, child processes, permit and leases.
+pub struct Reply {
+    app: Arc<App>,
+    steps: SelectAll<BoxStream<'static, Result<ReplyStep, GatewayError>>>,
+    clock: Clock,
+    usage: Usage,
+    num_samples: u32,
+    visit: Arc<Visit>,
+    _permit: Permit,
+}
+
+#[derive(Debug)]
+struct Clock {
+    first: Option<Instant>,
+    is_over: bool,
+}
+
+impl Reply {
+    /// Prepares every sample; nothing is sent before the first [`Reply::next`].
+    pub fn new(app: &Arc<App>, jobs: Vec<Job>, visit: Visit, permit: Permit) -> Self {
+        let visit = Arc::new(visit);
+        let mut usage = Usage::default();
+        let mut steps = SelectAll::new();
+        let mut choice = 0;
+        for job in jobs {
+            count_prompt(&mut usage, &job);
+            let job = Arc::new(job);
+            let (started, follow) = watch::channel(None);
+            let mut started = Some(started);
+            for _ in 0..job.header.generation.num_samples {
+                let sample =
+                    Sample::new(app, Arc::clone(&job), Arc::clone(&visit), choice, started.take());
+                steps.push(after_first(sample, follow.clone()));
+                choice += 1;
+            }
+        }
+        app.metrics.tokens(TokenClass::Prompt, usage.prompt_tokens);
+        Self {
+            app: Arc::clone(app),
+            steps,
+            clock: Clock { first: None, is_over: false },
+            usage,
+            num_samples: choice,
+            visit,
+            _permit: permit,
+        }
+    }
+
+    /// How many samples there will be.
+    pub fn num_samples(&self) -> u32 {
+        self.num_samples
+    }
+
+    /// The reply's id.
+    pub fn id(&self) -> &str {
+        &self.visit.reply_id
+    }
+
+    /// The next step of any sample; `None` after the last step of the last sample.
+    ///
+    /// # Errors
+    /// The first failure of any sample; it ends the whole reply.
+    pub async fn next(&mut self) -> Result<Option<ReplyStep>, GatewayError> {
+        if self.clock.is_over {
+            return Ok(None);
+        }
+        let step = tokio::select! {
+            biased;
+            step = self.steps.next() => step,
+            () = self.app.abort.cancelled() => Some(Err(GatewayError::new(
+                ErrorKind::Draining,
+                "the gateway is shutting down and has no time left for this request",
+            ))),
+        };
+        match step {
+            Some(Ok(step)) => {
+                self.account(&step);
+                Ok(Some(step))
+            }
+            Some(Err(error)) => {
+                self.clock.is_over = true;
+                self.steps.clear();
+                Err(error)
+            }
+            None => {
+                self.clock.is_over = true;
+                self.close_account();
+                Ok(None)
+            }
+        }
+    }
+
+    /// What is ready now, so that several steps can share one write; `None` if nothing is.
+    pub fn next_now(&mut self) -> Option<Result<Option<ReplyStep>, GatewayError>> {
+        self.next().now_or_never()
+    }
+
+    /// Tokens so far; final after the last step.
+    pub fn usage(&self) -> Usage {
+        Usage {
+            total_tokens: self.usage.prompt_tokens + self.usage.completion_tokens,
+            ..self.usage.clone()
+        }
+    }
+
+    fn account(&mut self, step: &ReplyStep) {
+        if self.clock.first.is_none() && (!step.deltas.is_empty() || step.end.is_some()) {
+            let now = Instant::now();
+            self.clock.first = Some(now);
+            self.app.metrics.first_token(now - self.visit.arrived);
+        }
+        if let Some(end) = &step.end {
+            let details = &mut self.usage.prompt_tokens_details;
+            details.cached_tokens = details.cached_tokens.max(end.tokens.cached);
+            self.usage.completion_tokens += end.tokens.completion;
+            self.usage.completion_tokens_details.reasoning_tokens += end.tokens.reasoning;
+        }
+    }
+
+    fn close_account(&self) {
+        let metrics = &self.app.metrics;
+        metrics.tokens(TokenClass::Cached, self.usage.prompt_tokens_details.cached_tokens);
+        metrics.tokens(TokenClass::Completion, self.usage.completion_tokens);
+        metrics
+            .tokens(TokenClass::Reasoning, self.usage.completion_tokens_details.reasoning_tokens);
+        let now = Instant::now();
+        metrics.reply(now - self.visit.arrived);
+        let later_tokens =
+            (self.usage.completion_tokens / u64::from(self.num_samples.max(1))).saturating_sub(1);
+        if let (Some(first), Ok(later @ 1..)) = (self.clock.first, u32::try_from(later_tokens)) {
+            metrics.token_gap((now - first) / later);
+        }
+    }
+}
+
+/// The prompt's own tokens are known before any worker is asked.
+fn count_prompt(usage: &mut Usage, job: &Job) {
+    let PromptTokensDetails { image_tokens, video_tokens, .. } = &mut usage.prompt_tokens_details;
+    for item in &job.media {
+        match item.plan.kind {
+            gateway_core::model::MediaKind::Image => *image_tokens += item.plan.num_tokens,
+            gateway_core::model::MediaKind::Video => *video_tokens += item.plan.num_tokens,
+        }
+    }
+    usage.prompt_tokens += job.header.prompt_token_ids.len() as u64;
+    usage.completion_tokens_details = CompletionTokensDetails::default();
+}
+
+/// A sample's steps. All but the first sample of a prompt wait until the first has started and
+/// go to the same worker: it then holds the media and the prompt's cache.
+fn after_first(
+    sample: Sample,
+    mut first: watch::Receiver<Option<WorkerId>>,
+) -> BoxStream<'static, Result<ReplyStep, GatewayError>> {
+    let begin = async move {
+        let mut sample = sample;
+        if !sample.is_first() {
+            // if the first one fails, the whole reply ends, and this with it
+            let worker = first.wait_for(Option::is_some).await.ok().and_then(|worker| *worker);
+            sample.prefer(worker);
+        }
+        stream::unfold(Some(sample), |sample| async move {
+            let mut sample = sample?;
+            match sample.next().await {
+                Ok(Some(step)) => Some((Ok(step), Some(sample))),
+                Ok(None) => None,
+                Err(error) => Some((Err(error), None)),
+            }
+        })
+    };
+    begin.flatten_stream().boxed()
+}

@@ -1,0 +1,99 @@
+//! From settings to a served port and back: start, signals, drain, exit code.
+
+use std::time::Duration;
+
+use tokio::net::TcpListener;
+use tokio::signal::unix::{SignalKind, signal};
+use tokio_util::sync::CancellationToken;
+
+use crate::app::{App, StartError};
+use crate::config::{ConfigError, GatewayConfig};
+use crate::http;
+use crate::telemetry::start_logging;
+
+/// Exit code for settings that cannot be used.
+pub const EXIT_CONFIG: u8 = 2;
+/// Exit code for a start that failed.
+pub const EXIT_START: u8 = 1;
+/// Time for threads that cannot be interrupted.
+const THREADS_LAST: Duration = Duration::from_millis(500);
+
+/// The whole program behind its arguments (the first is its name): parses, serves until SIGTERM
+/// or SIGINT, drains. Gives the exit code; what went wrong is printed to stderr.
+pub fn run_with_arguments<I, S>(arguments: I) -> u8
+where
+    I: IntoIterator<Item = S>,
+    S: Into<std::ffi::OsString> + Clone,
+{
+    let config = match GatewayConfig::from_arguments(arguments) {
+        Ok(config) => config,
+        Err(ConfigError::Arguments(shown)) => {
+            let _ = shown.print();
+            return if shown.use_stderr() { EXIT_CONFIG } else { 0 };
+        }
+        Err(error) => {
+            eprintln!("m3stack-gateway: {error}");
+            return EXIT_CONFIG;
+        }
+    };
+    start_logging(config.log_level, config.log_format);
+    match run(config) {
+        Ok(()) => 0,
+        Err(error) => {
+            eprintln!("m3stack-gateway: {error}");
+            EXIT_START
+        }
+    }
+}
+
+/// Serves until SIGTERM or SIGINT and drains; a second signal ends the draining.
+///
+/// # Errors
+/// What keeps the gateway from starting.
+pub fn run(config: GatewayConfig) -> Result<(), StartError> {
+    let runtime = tokio::runtime::Builder::new_multi_thread().enable_all().build()?;
+    let outcome = runtime.block_on(serve_until_signal(config));
+    runtime.shutdown_timeout(THREADS_LAST);
+    outcome
+}
+
+async fn serve_until_signal(config: GatewayConfig) -> Result<(), StartError> {
+    let stop = CancellationToken::new();
+    let mut terminate = signal(SignalKind::terminate())?;
+    let mut interrupt = signal(SignalKind::interrupt())?;
+    // a port that is taken should be said before a large tokenizer is read
+    let address = config.listen.clone();
+    let listener = TcpListener::bind(&address)
+        .await
+        .map_err(|source| StartError::Listen { address: address.clone(), source })?;
+    let app = App::start(config)?;
+    tracing::info!(
+        %address,
+        model = %app.config.served_model_name,
+        tokenizer = app.model.prompt_builder.tokenizer().engine_name(),
+        workers = app.config.workers.len(),
+        "gateway listens"
+    );
+    if let Some(missing) = app.media.missing_for_video() {
+        tracing::warn!(missing, "clips will be refused");
+    }
+    let serving = tokio::spawn(http::serve(app, listener, stop.clone()));
+    let mut serving = std::pin::pin!(serving);
+    let received = async || {
+        tokio::select! {
+            _ = terminate.recv() => "SIGTERM",
+            _ = interrupt.recv() => "SIGINT",
+        }
+    };
+    let mut received = received;
+    tokio::select! {
+        outcome = serving.as_mut() => return outcome.map_err(|error| StartError::System(error.into())),
+        name = received() => tracing::info!(signal = name, "stopping"),
+    }
+    stop.cancel();
+    tokio::select! {
+        _ = serving.as_mut() => {}
+        name = received() => tracing::warn!(signal = name, "stopping at once"),
+    }
+    Ok(())
+}

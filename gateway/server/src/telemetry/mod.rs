@@ -1,0 +1,32 @@
+//! What the gateway tells its operators: log lines here, numbers in `metrics`.
+
+mod exposition;
+mod metrics;
+
+pub use metrics::{MediaClass, Metrics, RouteLabel, TokenClass, WorkerCount};
+
+use tracing_subscriber::EnvFilter;
+
+use crate::config::{LogFormat, LogLevel};
+
+/// Starts logging to stderr; a second call in one process changes nothing.
+pub fn start_logging(level: LogLevel, format: LogFormat) {
+    let level = match level {
+        LogLevel::Debug => "debug",
+        LogLevel::Info => "info",
+        LogLevel::Warning => "warn",
+        LogLevel::Error => "error",
+    };
+    // foreign crates log request parts at debug; only their warnings are ours to print
+    let filter = EnvFilter::new(format!(
+        "error,gateway_server={level},gateway_core={level},gateway_media={level}"
+    ));
+    let builder = tracing_subscriber::fmt().with_env_filter(filter).with_writer(std::io::stderr);
+    let outcome = match format {
+        LogFormat::Text => builder.with_target(false).try_init(),
+        LogFormat::Json => builder.json().flatten_event(true).try_init(),
+    };
+    if outcome.is_err() {
+        tracing::debug!("logging was already started by the embedding program");
+    }
+}

@@ -1,0 +1,163 @@
+//! One connection to one worker's `Watch`: its identity once, then its state and load.
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use gateway_core::model::ModelFacts;
+use rand::Rng;
+use tokio::sync::watch;
+use tokio_util::sync::CancellationToken;
+use tonic::transport::Channel;
+
+use super::wire::{self, proto};
+use super::{WorkerLoad, WorkerState};
+
+/// How often a worker is asked to speak.
+const HEARTBEAT: Duration = Duration::from_millis(1000);
+/// Silence after which a worker counts as gone.
+const MAX_SILENCE: Duration = Duration::from_millis(3500);
+/// First and longest pause between two attempts.
+const BACKOFF: (Duration, Duration) = (Duration::from_millis(50), Duration::from_secs(2));
+/// How long requests on a worker may outlive its last word.
+const LOST_AFTER: Duration = Duration::from_secs(10);
+
+/// What is known of a worker; sent to the pool at every change.
+#[derive(Clone, Debug)]
+pub(super) struct Report {
+    pub(super) state: WorkerState,
+    pub(super) load: WorkerLoad,
+    pub(super) max_context_tokens: u32,
+    /// Requests given to it and not ended when this report came.
+    pub(super) assigned: i64,
+    /// Cancelled when this start of the worker is known to be over.
+    pub(super) lost: CancellationToken,
+}
+
+impl Report {
+    /// Before the first contact.
+    pub(super) fn unknown() -> Self {
+        Self {
+            state: WorkerState::Unreachable { reason: Arc::from("not yet contacted") },
+            load: WorkerLoad::default(),
+            max_context_tokens: 0,
+            assigned: 0,
+            lost: CancellationToken::new(),
+        }
+    }
+}
+
+/// Follows one worker for ever; ends only by being aborted.
+pub(super) struct Session {
+    pub(super) address: Arc<str>,
+    pub(super) channel: Channel,
+    pub(super) facts: Arc<ModelFacts>,
+    pub(super) reports: watch::Sender<Report>,
+    pub(super) assigned: Arc<std::sync::atomic::AtomicI64>,
+}
+
+impl Session {
+    pub(super) async fn run(self) {
+        let mut known_start = String::new();
+        let mut pause = BACKOFF.0;
+        let mut last_word = tokio::time::Instant::now();
+        loop {
+            let reason = self.follow(&mut known_start, &mut pause, &mut last_word).await;
+            self.mark_unreachable(&reason, last_word.elapsed() > LOST_AFTER);
+            // gateways that lost the same worker must not all come back at once
+            let jitter = rand::rng().random_range(0.5..1.0);
+            tokio::time::sleep(pause.mul_f64(jitter)).await;
+            pause = (pause * 2).min(BACKOFF.1);
+        }
+    }
+
+    /// One `Watch` call from begin to end; gives the reason of its end.
+    async fn follow(
+        &self,
+        known_start: &mut String,
+        pause: &mut Duration,
+        last_word: &mut tokio::time::Instant,
+    ) -> String {
+        let mut client =
+            proto::worker_service_client::WorkerServiceClient::new(self.channel.clone());
+        let heartbeat_ms = HEARTBEAT.as_millis() as u32;
+        let opening = client.watch(proto::WatchRequest { heartbeat_ms });
+        let mut stream = match tokio::time::timeout(MAX_SILENCE, opening).await {
+            Err(_) => return "it does not answer".into(),
+            Ok(Err(status)) => return reason_of(&status),
+            Ok(Ok(response)) => response.into_inner(),
+        };
+        loop {
+            let message = match tokio::time::timeout(MAX_SILENCE, stream.message()).await {
+                Err(_) => return format!("it has been silent for {} ms", MAX_SILENCE.as_millis()),
+                Ok(Err(status)) => return reason_of(&status),
+                Ok(Ok(None)) => return "it has stopped".into(),
+                Ok(Ok(Some(message))) => message,
+            };
+            *last_word = tokio::time::Instant::now();
+            *pause = BACKOFF.0;
+            self.report(message, known_start);
+        }
+    }
+
+    fn report(&self, message: proto::WatchResponse, known_start: &mut String) {
+        let state = message.state();
+        self.reports.send_modify(|report| {
+            if let Some(identity) = &message.identity {
+                if !known_start.is_empty() && *known_start != identity.worker_id {
+                    // requests on the earlier start can never end by themselves
+                    report.lost.cancel();
+                }
+                if *known_start != identity.worker_id {
+                    report.lost = CancellationToken::new();
+                    known_start.clone_from(&identity.worker_id);
+                    tracing::info!(worker = %self.address, version = %identity.version,
+                        model = %identity.model_name, "worker connected");
+                }
+                report.max_context_tokens = identity.max_context_tokens;
+                report.state = match wire::difference(identity, &self.facts) {
+                    Some(reason) => WorkerState::Refused { reason: reason.into() },
+                    None => WorkerState::Loading,
+                };
+                if let WorkerState::Refused { reason } = &report.state {
+                    tracing::error!(worker = %self.address, %reason, "worker refused");
+                }
+            }
+            if !matches!(report.state, WorkerState::Refused { .. }) {
+                report.state = match state {
+                    proto::WorkerState::Ready => WorkerState::Ready,
+                    proto::WorkerState::Draining => WorkerState::Draining,
+                    proto::WorkerState::Loading | proto::WorkerState::Unspecified => {
+                        WorkerState::Loading
+                    }
+                };
+            }
+            if let Some(load) = message.load {
+                report.load = wire::load(load);
+                report.assigned = self.assigned.load(std::sync::atomic::Ordering::Relaxed);
+            }
+        });
+    }
+
+    fn mark_unreachable(&self, reason: &str, is_lost: bool) {
+        self.reports.send_modify(|report| {
+            if report.state == WorkerState::Ready {
+                tracing::warn!(worker = %self.address, reason, "worker out of reach");
+            }
+            report.state = WorkerState::Unreachable { reason: reason.into() };
+            if is_lost {
+                report.lost.cancel();
+            }
+        });
+    }
+}
+
+/// The innermost cause; tonic's own words only say that there is one.
+fn reason_of(status: &tonic::Status) -> String {
+    let Some(mut cause) = std::error::Error::source(status) else {
+        return format!("it answered {:?}: {}", status.code(), status.message());
+    };
+    while let Some(inner) = cause.source() {
+        cause = inner;
+    }
+    cause.to_string()
+}

@@ -1,0 +1,176 @@
+//! Patch bytes on their way to a worker: pieces of at most 2 MiB, hashed as they pass.
+
+use bytes::{Bytes, BytesMut};
+use sha2::{Digest, Sha256};
+use tokio::sync::mpsc;
+
+use super::wire::proto;
+use crate::error::{ErrorKind, GatewayError};
+
+/// Largest piece the wire contract allows.
+pub const CHUNK_BYTES: usize = 2 * 1024 * 1024;
+
+/// The open upload of one request. Sending waits while the worker is behind.
+#[derive(Clone, Debug)]
+pub struct ChunkSender {
+    requests: mpsc::Sender<proto::GenerateRequest>,
+}
+
+impl ChunkSender {
+    pub(super) fn new(requests: mpsc::Sender<proto::GenerateRequest>) -> Self {
+        Self { requests }
+    }
+
+    /// Begins the upload of one item of exactly `total_bytes`.
+    pub fn item(&self, item_index: u32, total_bytes: u64) -> ItemUpload {
+        ItemUpload {
+            sender: self.clone(),
+            item_index,
+            total_bytes,
+            sent_bytes: 0,
+            waiting: BytesMut::new(),
+            hasher: Sha256::new(),
+        }
+    }
+}
+
+/// The upload of one item. Its last piece carries the hash of all.
+pub struct ItemUpload {
+    sender: ChunkSender,
+    item_index: u32,
+    total_bytes: u64,
+    sent_bytes: u64,
+    waiting: BytesMut,
+    hasher: Sha256,
+}
+
+impl ItemUpload {
+    /// Sends the next patch bytes, of any length.
+    ///
+    /// # Errors
+    /// `WorkerUnavailable` when the call is gone; `Internal` for more bytes than announced.
+    pub async fn push(&mut self, mut patches: Bytes) -> Result<(), GatewayError> {
+        let announced = self.total_bytes - self.sent_bytes - self.waiting.len() as u64;
+        if patches.len() as u64 > announced {
+            let message = format!(
+                "item {}: {} patch bytes more than announced",
+                self.item_index,
+                patches.len() as u64 - announced
+            );
+            return Err(GatewayError::internal(message));
+        }
+        while !patches.is_empty() {
+            if self.waiting.is_empty() && patches.len() >= CHUNK_BYTES {
+                let piece = patches.split_to(CHUNK_BYTES);
+                self.send(piece).await?;
+                continue;
+            }
+            let room = CHUNK_BYTES - self.waiting.len();
+            self.waiting.extend_from_slice(&patches.split_to(room.min(patches.len())));
+            let is_last = self.sent_bytes + self.waiting.len() as u64 == self.total_bytes;
+            if self.waiting.len() == CHUNK_BYTES || is_last {
+                let piece = self.waiting.split().freeze();
+                self.send(piece).await?;
+            }
+        }
+        Ok(())
+    }
+
+    /// Bytes sent so far.
+    pub fn sent_bytes(&self) -> u64 {
+        self.sent_bytes
+    }
+
+    /// Confirms that everything announced was sent.
+    ///
+    /// # Errors
+    /// `Internal` when bytes are missing.
+    pub fn finish(self) -> Result<(), GatewayError> {
+        if self.sent_bytes == self.total_bytes {
+            return Ok(());
+        }
+        Err(GatewayError::internal(format!(
+            "item {}: {} of {} patch bytes were made",
+            self.item_index, self.sent_bytes, self.total_bytes
+        )))
+    }
+
+    async fn send(&mut self, data: Bytes) -> Result<(), GatewayError> {
+        self.hasher.update(&data);
+        let offset = self.sent_bytes;
+        self.sent_bytes += data.len() as u64;
+        let patches_sha256 = if self.sent_bytes == self.total_bytes {
+            Bytes::copy_from_slice(&self.hasher.clone().finalize())
+        } else {
+            Bytes::new()
+        };
+        let chunk = proto::MediaChunk { item_index: self.item_index, offset, data, patches_sha256 };
+        let body = proto::generate_request::Body::Chunk(chunk);
+        let request = proto::GenerateRequest { body: Some(body) };
+        self.sender.requests.send(request).await.map_err(|_| {
+            GatewayError::new(
+                ErrorKind::WorkerUnavailable,
+                "the worker ended the call while media was on its way",
+            )
+        })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    async fn pieces(total: usize, pushes: &[usize]) -> Vec<proto::MediaChunk> {
+        let (requests, mut received) = mpsc::channel(64);
+        let mut upload = ChunkSender::new(requests).item(3, total as u64);
+        let all: Vec<u8> = (0..total).map(|place| (place % 251) as u8).collect();
+        let mut rest = Bytes::from(all);
+        for length in pushes {
+            upload.push(rest.split_to(*length)).await.unwrap();
+        }
+        upload.finish().unwrap();
+        let mut chunks = Vec::new();
+        while let Some(request) = received.recv().await {
+            match request.body {
+                Some(proto::generate_request::Body::Chunk(chunk)) => chunks.push(chunk),
+                other => panic!("not a chunk: {other:?}"),
+            }
+        }
+        chunks
+    }
+
+    #[tokio::test]
+    async fn any_cutting_arrives_whole_in_order_and_hashed_on_the_last_piece() {
+        let total = 2 * CHUNK_BYTES + 1234;
+        let all: Vec<u8> = (0..total).map(|place| (place % 251) as u8).collect();
+        for pushes in [vec![total], vec![1, CHUNK_BYTES, CHUNK_BYTES + 1233], vec![total / 2; 2]] {
+            let chunks = pieces(total, &pushes).await;
+
+            let joined: Vec<u8> = chunks.iter().flat_map(|chunk| chunk.data.to_vec()).collect();
+            assert!(joined == all);
+            assert!(chunks.iter().all(|chunk| chunk.data.len() <= CHUNK_BYTES));
+            let mut offset = 0;
+            for chunk in &chunks {
+                assert_eq!((chunk.item_index, chunk.offset), (3, offset));
+                offset += chunk.data.len() as u64;
+            }
+            let (last, earlier) = chunks.split_last().unwrap();
+            assert_eq!(last.patches_sha256.as_ref(), Sha256::digest(&all).as_slice());
+            assert!(earlier.iter().all(|chunk| chunk.patches_sha256.is_empty()));
+        }
+    }
+
+    #[tokio::test]
+    async fn too_few_and_too_many_bytes_are_our_own_mistake() {
+        let (requests, _received) = mpsc::channel(64);
+        let sender = ChunkSender::new(requests);
+
+        let mut short = sender.item(0, 10);
+        short.push(Bytes::from_static(b"123")).await.unwrap();
+        assert_eq!(short.finish().unwrap_err().kind, ErrorKind::Internal);
+
+        let mut long = sender.item(0, 2);
+        let refused = long.push(Bytes::from_static(b"123")).await.unwrap_err();
+        assert_eq!(refused.kind, ErrorKind::Internal);
+    }
+}
