@@ -181,7 +181,7 @@ class AsyncWorkerClient:
                 if not isinstance(response, pb.GenerateResponse):
                     break  # the end of the stream is a marker object of another type
                 if response.WhichOneof("body") == "needs":
-                    needed = list(response.needs.item_indices)
+                    needed = _needed(request.media, response)
                     upload = asyncio.create_task(_send_media(call, request.media, needed))
                     continue
                 event = convert.event_from_proto(response)
@@ -262,7 +262,7 @@ class WorkerClient:
         try:
             for response in call:
                 if response.WhichOneof("body") == "needs":
-                    for message in _chunks(request.media, response.needs.item_indices):
+                    for message in _chunks(request.media, _needed(request.media, response)):
                         outbox.put(message)
                     outbox.put(None)
                     continue
@@ -296,15 +296,23 @@ async def _half_close(
         await call.done_writing()
 
 
-def _chunks(media: Sequence[MediaItem], needed: Sequence[int]) -> Iterator[pb.GenerateRequest]:
+def _needed(media: Sequence[MediaItem], response: pb.GenerateResponse) -> list[int]:
+    """Items the worker asks for; all of them must have patches."""
+    needed = list(response.needs.item_indices)
     for index in needed:
-        patches = media[index].patches
-        if patches is None:
+        if media[index].patches is None:
             raise WorkerError(
                 ErrorKind.MEDIA_REJECTED,
                 f"the worker does not hold media[{index}] and no patches were given",
                 f"media[{index}]",
             )
+    return needed
+
+
+def _chunks(media: Sequence[MediaItem], needed: Sequence[int]) -> Iterator[pb.GenerateRequest]:
+    for index in needed:
+        patches = media[index].patches
+        assert patches is not None
         view = memoryview(patches)
         digest = hashlib.sha256(view).digest()
         for offset in range(0, len(view), CHUNK_BYTES):

@@ -156,8 +156,9 @@ class _Worker:
             _log.info("stopped_while_loading")
             return EXIT_DRAINED
         engine = self._start_engine(assembly)
+        code = EXIT_FAILED
         try:
-            return await self._serve(engine)
+            code = await self._serve(engine)
         finally:
             engine.stop()
             await asyncio.to_thread(engine.join)
@@ -168,6 +169,9 @@ class _Worker:
                     await self._sessions.wait_empty()
             except TimeoutError:
                 _log.warning("calls_cut count=%d", self._sessions.num_open)
+        # a failure may come in the middle of an orderly stop
+        assert self._engine_ended is not None
+        return code if await self._engine_ended is None else EXIT_FAILED
 
     def _start_engine(self, assembly: Assembly) -> Engine:
         loop = asyncio.get_running_loop()
