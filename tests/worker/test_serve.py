@@ -37,7 +37,7 @@ from m3stack.types import (
     WorkerState,
 )
 from tests.parity import golden
-from tests.worker.served import Served, config, serve_around
+from tests.worker.served import TIMEOUT_S, Served, config, serve_around
 
 FORMAT = PatchFormat(golden.MEAN, golden.STD, 3, 14, 2, 2)
 # what a float32 forward may differ by from the reference's, on logits and log-probabilities
@@ -175,15 +175,20 @@ def test_sixteen_mixed_requests_at_once_each_equal_themselves_alone(num_pages: i
     assert serve_around(settings, scenario) == EXIT_DRAINED
 
 
-def test_preempted_requests_recompute_to_the_same_tokens() -> None:
+def test_preempted_request_recomputes_to_the_same_tokens() -> None:
     def scenario(served: Served) -> None:
         served.wait_until(WorkerState.READY)
-        requests = [text_request(250 - n, max_tokens=25) for n in range(4)]
-        alone = [served.tokens(request) for request in requests]
-        with ThreadPoolExecutor(4) as pool:
-            together = list(pool.map(served.tokens, requests))
-        assert together == alone
-        assert metric(served, "m3stack_worker_preemptions_total") > 0
+        # the newer one takes the last of five pages, the older one needs it later
+        older = text_request(200, max_tokens=70)
+        newer = text_request(250, max_tokens=80)
+        alone = [served.tokens(request) for request in (older, newer)]
+        first = served.client.generate(older)
+        assert isinstance(next(first), Started)
+        with ThreadPoolExecutor(1) as pool:
+            second = pool.submit(served.tokens, newer)
+            together = [t for e in first if isinstance(e, Tokens) for t in e.token_ids]
+            assert [together, second.result(TIMEOUT_S)] == alone
+        assert metric(served, "m3stack_worker_preemptions_total") == 1
 
     settings = config(num_pages=5, prefix_cache=False, metrics_listen="127.0.0.1:0")
     assert serve_around(settings, scenario) == EXIT_DRAINED
