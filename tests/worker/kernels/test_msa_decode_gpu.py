@@ -14,12 +14,19 @@ from m3stack.bench.kernels.batches import (
     make_batch,
     make_rows,
     poison_unwritten,
+    written_slots,
 )
 from m3stack.bench.kernels.harness import require_close, require_equal
 from m3stack.bench.kernels.selection_check import check_selection
 from m3stack.kernels.interface import NO_BLOCK, LayerPages
 from m3stack.kernels.msa import reference
 from m3stack.kernels.msa.decode.cuda_library import DecodeLibrary
+from m3stack.kernels.msa.decode.fp8_pages import Fp8Pages, quantise_pages
+from m3stack.kernels.msa.decode.two_stage import (
+    IndexCopy,
+    choose_blocks_two_stage,
+    copy_index_keys,
+)
 from m3stack.kernels.msa.decode.with_cuda import CudaDecode, UnsupportedShapeError
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(120)]
@@ -270,3 +277,119 @@ def test_shapes_outside_the_limits_are_named(decode):
         decode.block_attention(
             batch.q_THD.float(), batch.pages, torch.zeros(4, 9, 16).int().cuda(), batch.rows, 1.0
         )
+
+
+def two_stages(decode: CudaDecode, batch: MsaBatch, chosen: int = CHOSEN, local: int = LOCAL):
+    index_k = batch.pages.index_k_PBD
+    assert index_k is not None
+    copy = IndexCopy(*copy_index_keys(index_k))
+    return choose_blocks_two_stage(
+        decode, batch.index_q_TGD, index_k, copy, batch.rows, chosen, local
+    )
+
+
+@pytest.mark.parametrize("name", SHAPES)
+@pytest.mark.parametrize(("chosen", "local"), [(16, 1), (5, 0), (1, 1), (32, 2)])
+def test_two_stages_choose_what_one_stage_chooses(decode, name, chosen, local):
+    batch = make_batch(SHAPES[name], device="cuda", seed=21)
+    blocks_GTK, _ = two_stages(decode, batch, chosen, local)
+    require_equal(blocks_GTK, choose(decode, batch, chosen, local), what="normal keys")
+    batch = with_small_integers(batch)
+    blocks_GTK, _ = two_stages(decode, batch, chosen, local)
+    require_equal(blocks_GTK, choose(decode, batch, chosen, local), what="ties")
+
+
+def adversarial_keys(kind: str, index_k: torch.Tensor) -> None:
+    generator = torch.Generator(device="cuda").manual_seed(22)
+    normal = torch.randn(index_k.shape, generator=generator, device="cuda")
+    if kind == "equal":
+        index_k.fill_(1.0)
+    elif kind == "zero":
+        index_k.zero_()
+    elif kind == "outlier_channels":
+        normal[..., :4] *= 64.0
+        index_k.copy_(normal)
+    elif kind == "near_ties":  # all blocks within the bound of one another
+        index_k.copy_(1.0 + normal * 2.0**-8)
+    elif kind == "tiny":
+        index_k.copy_(normal * 1e-30)
+    elif kind == "huge":
+        index_k.copy_(normal * 1e25)
+    elif kind == "mixed_sizes":
+        size = 10.0 ** torch.randint(-12, 13, index_k.shape[:2], device="cuda")
+        index_k.copy_(normal * size[..., None])
+    elif kind == "nan_and_infinity":
+        index_k.copy_(normal)
+        index_k[::7, 3, 5] = float("nan")
+        index_k[::5, 9, 1] = float("inf")
+        index_k[::3, 11, 2] = float("-inf")
+
+
+@pytest.mark.parametrize(
+    ("kind", "most_rescored"),
+    [
+        ("normal", 0.10),
+        ("equal", 1.0),
+        ("zero", 1.0),
+        ("outlier_channels", 1.0),
+        ("near_ties", 1.0),
+        ("tiny", 1.0),
+        ("huge", 1.0),
+        ("mixed_sizes", 1.0),
+        ("nan_and_infinity", 1.0),
+    ],
+)
+def test_two_stages_fall_back_visibly_on_adversarial_keys(decode, kind, most_rescored):
+    shape = BatchShape(seq_lens=(120_001, 60_000), num_rows=(1, 3))
+    batch = make_batch(shape, device="cuda", seed=23, poison=False)
+    adversarial_keys(kind, batch.pages.index_k_PBD)
+    poison_unwritten(batch.pages, batch.rows)
+    expected = choose(decode, batch)
+    blocks_GTK, rescored_TG = two_stages(decode, batch)
+    require_equal(blocks_GTK, expected, what=kind)
+    share = rescored_TG[0].float().mean().item() / (120_001 // 128)
+    assert 15 / 1000 <= share <= most_rescored
+    if kind in ("equal", "zero", "huge"):
+        assert share > 0.99
+
+
+def test_bounds_of_the_copy_hold_in_fp64():
+    keys = torch.randn(4096, 128, device="cuda")
+    keys *= 10.0 ** torch.randint(-8, 9, (4096, 1), device="cuda")
+    keys = keys.to(torch.bfloat16)
+    copy, meta = copy_index_keys(keys)
+    scale = ((meta & 0xFFFF) << 16).view(torch.float32).double()
+    bound = (meta & ~0xFFFF).view(torch.float32).double()
+    residual = (keys.double() - copy.double() * scale[:, None]).norm(dim=-1)
+    assert bool((residual + 2.0**-11 * keys.double().norm(dim=-1) <= bound).all())
+    assert bool((bound < 0.012 * keys.double().norm(dim=-1) + 1e-14).all())
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_fp8_attention_matches_its_dequantised_pages(decode, name):
+    batch = make_batch(SHAPES[name], device="cuda", seed=24, poison=False)
+    size = torch.rand(batch.pages.k_PGBD.shape[:2], device="cuda")[..., None, None]
+    k, k_scale = quantise_pages(batch.pages.k_PGBD * (0.5 + size))
+    v, v_scale = quantise_pages(batch.pages.v_PGBD * (0.01 + 30 * size))
+    exact = LayerPages(
+        k.float() * k_scale[..., None, None],
+        v.float() * v_scale[..., None, None],
+        batch.pages.index_k_PBD,
+    )
+    blocks_GTK = reference_choice(batch)
+    expected = exact_attention(dataclasses.replace(batch, pages=exact), blocks_GTK)
+    bytes_of = LayerPages(k.view(torch.uint8), v.view(torch.uint8), None)
+    unwritten_page, unwritten_slot = unwritten(batch)
+    for pool in (bytes_of.k_PGBD, bytes_of.v_PGBD):
+        pool[unwritten_page, :, unwritten_slot] = 0x7F  # NaN in e4m3
+    pages = Fp8Pages(k, v, k_scale, v_scale)
+    actual = decode.block_attention_fp8(batch.q_THD, pages, blocks_GTK, batch.rows, SCALE)
+    if bool((expected != 0).any()):
+        require_close(actual, expected, limit=ATTENTION_LIMIT, what=name)
+    assert bool(torch.isfinite(actual).all())
+
+
+def unwritten(batch: MsaBatch) -> tuple[torch.Tensor, torch.Tensor]:
+    written_PB = written_slots(batch.rows, batch.pages.k_PGBD.shape[0])
+    page, slot = (~written_PB).nonzero(as_tuple=True)
+    return page.cuda(), slot.cuda()

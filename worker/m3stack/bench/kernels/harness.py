@@ -20,6 +20,7 @@ Call = Callable[[], object]
 
 # a set of inputs must have left the cache before it is read again
 L2_ROTATIONS = 3
+GRAPH_CALLS = 24
 
 
 class CheckError(Exception):
@@ -126,7 +127,11 @@ def num_input_sets(bytes_per_call: float) -> int:
 
 
 def time_graph(calls: Sequence[Call], *, replays: int = 15) -> Timing:
-    """Replays one graph that runs every call in turn; times are for one call."""
+    """Replays one graph that runs all calls in turn, over and over; times are for one call.
+
+    Starting a graph costs microseconds, so it holds at least `GRAPH_CALLS` calls.
+    """
+    calls = list(calls) * -(-GRAPH_CALLS // len(calls))
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):

@@ -11,9 +11,13 @@ namespace m3 {
 
 namespace cg = cooperative_groups;
 
+struct PageStrides {  // in elements
+    int64_t page, group, token;
+};
+
 struct AttendArgs {
     const __nv_bfloat16* q;  // [T,H,D]
-    const void* k;           // bf16 or e4m3, strides below in elements
+    const void* k;           // bf16 or e4m3
     const void* v;
     const float* k_scale;    // e4m3 only: [P,G]
     const float* v_scale;
@@ -22,8 +26,9 @@ struct AttendArgs {
     const int32_t* page_table;
     const int32_t* blocks;   // [G,T,K]
     __nv_bfloat16* out;      // [T,H,D]
-    int64_t k_page_stride, k_group_stride, k_token_stride;
-    int64_t v_page_stride, v_group_stride, v_token_stride;
+    float* partials;         // [lines, splits, heads, D], then most and sum [lines, splits, heads] (memory merge)
+    int32_t* arrived;        // [lines], zero between launches (memory merge)
+    PageStrides k_strides, v_strides;
     int64_t table_stride;
     float scale_log2;        // softmax scale times log2(e)
     int32_t num_seqs;
@@ -31,13 +36,40 @@ struct AttendArgs {
     int32_t groups;
     int32_t heads_per_group;  // at most 16
     int32_t num_chosen;       // at most 32
+    int32_t splits;
 };
 
 constexpr int kUnitKeys = 64;
-constexpr int kAttendWarps = 4;
-constexpr int kAttendThreads = (kAttendWarps + 1) * 32;
+constexpr int kTeamWarps = 4;  // warps that share a unit, 16 keys each
 constexpr int kGroupHeads = 16;
-constexpr int kRingBytes = 96 * 1024;
+constexpr int kMaxSplits = 16;
+constexpr int kPitch = kHeadDim + 8;  // floats between heads of a partial output: no bank conflicts
+
+// lane i holds the largest score and the sum of part i: its share of the whole, already divided by the total
+__device__ __forceinline__ float share_of_warp(float most, float sum) {
+    float top = most;
+#pragma unroll
+    for (int hop = 16; hop > 0; hop /= 2) top = fmaxf(top, __shfl_xor_sync(~0u, top, hop));
+    const float weight = exp2f(most - (top == -INFINITY ? 0.f : top));
+    float total = weight * sum;
+#pragma unroll
+    for (int hop = 16; hop > 0; hop /= 2) total += __shfl_xor_sync(~0u, total, hop);
+    return total == 0.f ? 0.f : weight / total;
+}
+
+// how the blocks of a line come together: alone, through a cluster (few lines; clusters do not fill the
+// processors), or through memory where the last block to arrive merges
+enum Merge { kAlone, kCluster, kMemory };
+
+// one team and two blocks a processor for many lines; two teams taking turns where lines are few and
+// the time of one block is what counts
+template <int kTeams>
+struct AttendShape {
+    static constexpr int kWarps = kTeamWarps * kTeams;
+    static constexpr int kThreads = (kWarps + 1) * 32;
+    static constexpr int kRingBytes = 96 * 1024 * kTeams;
+    static constexpr int kBlocksPerProcessor = kTeams == 1 ? 2 : 1;
+};
 
 // the three low bits of a key row, reversed: neighbours land in opposite halves of the banks
 __device__ __forceinline__ int swizzle(int row) { return ((row & 1) << 2) | (row & 2) | ((row >> 2) & 1); }
@@ -132,6 +164,10 @@ __device__ __forceinline__ Query<kFp8> load_query(const __nv_bfloat16* q, int he
     return query;
 }
 
+__device__ __forceinline__ void store_pair(float* to, float x, float y) {
+    *reinterpret_cast<float2*>(to) = make_float2(x, y);
+}
+
 template <bool kFp8>
 struct Softmax {
     float out[16][4];
@@ -139,24 +175,38 @@ struct Softmax {
     float sum[2];
 };
 
-// scores of 16 heads with the 8 keys of tile `tile` of this warp
+// scores of 16 heads with 16 keys of this warp, two tiles of 8; four independent sums keep the units busy
 template <bool kFp8>
-__device__ __forceinline__ void key_products(float (&c)[4], const Query<kFp8>& query, uint32_t keys, int row, int t) {
+__device__ __forceinline__ void key_products(float (&c)[2][4], const Query<kFp8>& query, uint32_t keys, int row, int t) {
     constexpr int kRowBytes = kFp8 ? 128 : 256;
+    constexpr int kVectors = kFp8 ? 2 : 4;
     const int flip = swizzle(row);
+    uint4 b[2][kVectors];
 #pragma unroll
-    for (int i = 0; i < (kFp8 ? 2 : 4); ++i) {
-        const uint4 b = load_shared(keys + row * kRowBytes + (((t + 4 * i) ^ flip) << 4));
-        if constexpr (kFp8) {
-            const uint32_t words[4] = {b.x, b.y, b.z, b.w};
+    for (int tile = 0; tile < 2; ++tile)
 #pragma unroll
-            for (int w = 0; w < 4; ++w)
-                mma_f16(c, query.fragment[4 * i + w], widen_e4m3(words[w] & 0xFFFF), widen_e4m3(words[w] >> 16));
-        } else {
-            mma_bf16(c, query.fragment[2 * i], b.x, b.y);
-            mma_bf16(c, query.fragment[2 * i + 1], b.z, b.w);
+        for (int i = 0; i < kVectors; ++i)
+            b[tile][i] = load_shared(keys + (row + 8 * tile) * kRowBytes + (((t + 4 * i) ^ flip) << 4));
+    float odd[2][4] = {};
+#pragma unroll
+    for (int i = 0; i < kVectors; ++i)
+#pragma unroll
+        for (int tile = 0; tile < 2; ++tile) {
+            const uint4 k = b[tile][i];
+            if constexpr (kFp8) {
+                mma_f16(c[tile], query.fragment[4 * i], widen_e4m3(k.x & 0xFFFF), widen_e4m3(k.x >> 16));
+                mma_f16(odd[tile], query.fragment[4 * i + 1], widen_e4m3(k.y & 0xFFFF), widen_e4m3(k.y >> 16));
+                mma_f16(c[tile], query.fragment[4 * i + 2], widen_e4m3(k.z & 0xFFFF), widen_e4m3(k.z >> 16));
+                mma_f16(odd[tile], query.fragment[4 * i + 3], widen_e4m3(k.w & 0xFFFF), widen_e4m3(k.w >> 16));
+            } else {
+                mma_bf16(c[tile], query.fragment[2 * i], k.x, k.y);
+                mma_bf16(odd[tile], query.fragment[2 * i + 1], k.z, k.w);
+            }
         }
-    }
+#pragma unroll
+    for (int tile = 0; tile < 2; ++tile)
+#pragma unroll
+        for (int e = 0; e < 4; ++e) c[tile][e] += odd[tile][e];
 }
 
 template <bool kFp8>
@@ -166,8 +216,7 @@ __device__ __forceinline__ void attend_unit(Softmax<kFp8>& state, const Query<kF
     const int g = lane / 4, t = lane % 4;
     constexpr int kRowBytes = kFp8 ? 128 : 256;
     float c[2][4] = {};
-#pragma unroll
-    for (int tile = 0; tile < 2; ++tile) key_products<kFp8>(c[tile], query, keys, warp * 16 + tile * 8 + g, t);
+    key_products<kFp8>(c, query, keys, warp * 16 + g, t);
     uint32_t weights[4];
 #pragma unroll
     for (int side = 0; side < 2; ++side) {
@@ -225,39 +274,70 @@ __device__ __forceinline__ void attend_unit(Softmax<kFp8>& state, const Query<kF
     }
 }
 
+// where a lane of the feeding warp stands in a unit: its chunk of a row, and its first row
 template <bool kFp8>
-__device__ __forceinline__ void copy_unit(uint32_t keys, uint32_t values, const uint8_t* k, const uint8_t* v,
-                                          int64_t k_token_bytes, int64_t v_token_bytes, int visible, int lane) {
-    constexpr int kRowBytes = kFp8 ? 128 : 256;
-    constexpr int kChunks = kRowBytes / 16, kRows = 32 / kChunks;
-    const int chunk = lane % kChunks;
-#pragma unroll 8
-    for (int base = 0; base < kUnitKeys; base += kRows) {
-        const int row = base + lane / kChunks;
-        const uint32_t at = row * kRowBytes + ((chunk ^ swizzle(row)) << 4);
-        copy16_or_zero(keys + at, k + row * k_token_bytes + chunk * 16, row < visible);
-        copy16_or_zero(values + at, v + row * v_token_bytes + chunk * 16, row < visible);
+struct CopyLane {
+    static constexpr int kRowBytes = kFp8 ? 128 : 256;
+    static constexpr int kChunks = kRowBytes / 16;
+    static constexpr int kRows = 32 / kChunks;   // rows that one instruction of the warp copies
+    static constexpr int kPhases = 8 / kRows;    // instructions until the swizzle repeats
+    int row, chunk;
+    uint32_t place[kPhases];                     // shared offsets of the first kPhases rows of this lane
+
+    __device__ __forceinline__ explicit CopyLane(int lane) : row(lane / kChunks), chunk(lane % kChunks) {
+#pragma unroll
+        for (int phase = 0; phase < kPhases; ++phase) {
+            const int at = row + phase * kRows;
+            place[phase] = at * kRowBytes + ((chunk ^ swizzle(at)) << 4);
+        }
+    }
+};
+
+// one half unit, K or V: whole halves of dense pages cost one instruction a copy and no arithmetic
+template <bool kFp8>
+__device__ __forceinline__ void copy_half(uint32_t to, const uint8_t* from, int64_t token_bytes, int visible,
+                                          const CopyLane<kFp8>& lane) {
+    using Lane = CopyLane<kFp8>;
+    const uint8_t* mine = from + lane.row * token_bytes + lane.chunk * 16;
+    if (visible >= kUnitKeys && token_bytes == Lane::kRowBytes) {
+#pragma unroll
+        for (int base = 0; base < kUnitKeys; base += Lane::kRows) {
+            const int phase = base / Lane::kRows % Lane::kPhases;
+            copy16(to + lane.place[phase] + base / 8 * 8 * Lane::kRowBytes, mine + base * Lane::kRowBytes);
+        }
+        return;
+    }
+#pragma unroll 1
+    for (int base = 0; base < kUnitKeys; base += 8) {
+#pragma unroll
+        for (int phase = 0; phase < Lane::kPhases; ++phase) {
+            copy16_or_zero(to + lane.place[phase] + base * Lane::kRowBytes, mine,
+                           lane.row + base + phase * Lane::kRows < visible);
+            mine += Lane::kRows * token_bytes;
+        }
     }
 }
 
-template <bool kFp8>
-__global__ void __launch_bounds__(kAttendThreads, 2) attend_kernel(const __grid_constant__ AttendArgs args) {
+template <bool kFp8, int kTeams, Merge kMerge>
+__global__ void __launch_bounds__(AttendShape<kTeams>::kThreads, AttendShape<kTeams>::kBlocksPerProcessor)
+    attend_kernel(const __grid_constant__ AttendArgs args) {
+    using Shape = AttendShape<kTeams>;
+    constexpr int kWarps = Shape::kWarps;
     constexpr int kElement = kFp8 ? 1 : 2;
     constexpr int kHalfBytes = kUnitKeys * kHeadDim * kElement;
-    constexpr int kStages = kRingBytes / (2 * kHalfBytes);
+    constexpr int kStages = Shape::kRingBytes / (2 * kHalfBytes);
     extern __shared__ __align__(128) uint8_t ring[];
     __shared__ uint64_t full[kStages], empty[kStages];
     __shared__ int found[2];
-    __shared__ float warp_most[kAttendWarps][kGroupHeads], warp_sum[kAttendWarps][kGroupHeads];
+    __shared__ __align__(16) float warp_most[kGroupHeads][kWarps], warp_sum[kGroupHeads][kWarps];
     __shared__ float block_most[kGroupHeads], block_sum[kGroupHeads];
-    cg::cluster_group cluster = cg::this_cluster();
-    const int splits = cluster.num_blocks(), split = cluster.block_rank();
-    const int line = blockIdx.x / splits, row = line / args.groups, group = line % args.groups;
+    const int splits = kMerge == kAlone ? 1 : args.splits;
+    const int line = blockIdx.x / splits, split = blockIdx.x % splits, row = line / args.groups, group = line % args.groups;
     const int thread = threadIdx.x, warp = thread / 32, lane = thread % 32, g = lane / 4, t = lane % 4;
     if (thread == 0) {
         for (int stage = 0; stage < kStages; ++stage) {
             barrier_init(&full[stage], 32);
-            barrier_init(&empty[stage], kAttendWarps);
+            barrier_init(&empty[stage], kTeamWarps);
         }
         found[0] = -1;
         barrier_init_fence();
@@ -268,7 +348,7 @@ __global__ void __launch_bounds__(kAttendThreads, 2) attend_kernel(const __grid_
     int block = -1;
     if (lane < args.num_chosen)
         block = args.blocks[(int64_t(group) * args.num_rows + row) * args.num_chosen + lane];
-    for (int s = thread; s < args.num_seqs; s += kAttendThreads) {
+    for (int s = thread; s < args.num_seqs; s += Shape::kThreads) {
         const int first = args.query_start[s], last = args.query_start[s + 1], len = args.seq_lens[s];
         if (first <= row && row < last && len > 0) {
             found[0] = s;
@@ -299,7 +379,8 @@ __global__ void __launch_bounds__(kAttendThreads, 2) attend_kernel(const __grid_
     const int first_unit = units * split / splits, last_unit = units * (split + 1) / splits;
     const uint32_t base = shared_address(ring);
 
-    if (warp == kAttendWarps) {
+    if (warp == kWarps) {
+        const CopyLane<kFp8> copy_lane(lane);
         for (int unit = first_unit; unit < last_unit; ++unit) {
             const int issued = unit - first_unit, stage = issued % kStages;
             const int source = unit / 2;
@@ -307,15 +388,14 @@ __global__ void __launch_bounds__(kAttendThreads, 2) attend_kernel(const __grid_
             const int first_key = (unit % 2) * kUnitKeys;
             const int visible = position + 1 - __shfl_sync(~0u, block, source) * kPageTokens - first_key;
             if (issued >= kStages) barrier_wait(&empty[stage], (issued / kStages - 1) & 1);
-            const uint8_t* k = static_cast<const uint8_t*>(args.k) +
-                               (unit_page * args.k_page_stride + group * args.k_group_stride +
-                                first_key * args.k_token_stride) * kElement;
-            const uint8_t* v = static_cast<const uint8_t*>(args.v) +
-                               (unit_page * args.v_page_stride + group * args.v_group_stride +
-                                first_key * args.v_token_stride) * kElement;
             const uint32_t keys = base + stage * 2 * kHalfBytes;
-            copy_unit<kFp8>(keys, keys + kHalfBytes, k, v, args.k_token_stride * kElement,
-                            args.v_token_stride * kElement, visible, lane);
+#pragma unroll 1
+            for (int half = 0; half < 2; ++half) {
+                const PageStrides& at = half ? args.v_strides : args.k_strides;
+                const uint8_t* from = static_cast<const uint8_t*>(half ? args.v : args.k) +
+                                      (unit_page * at.page + group * at.group + first_key * at.token) * kElement;
+                copy_half<kFp8>(keys + half * kHalfBytes, from, at.token * kElement, visible, copy_lane);
+            }
             copies_arrive(&full[stage]);
         }
     } else {
@@ -331,8 +411,9 @@ __global__ void __launch_bounds__(kAttendThreads, 2) attend_kernel(const __grid_
         state.most[0] = state.most[1] = -INFINITY;
         state.sum[0] = state.sum[1] = 0.f;
         float value_unit = 1.f;
-        for (int unit = first_unit; unit < last_unit; ++unit) {
-            const int done = unit - first_unit, stage = done % kStages;
+        const int team = warp / kTeamWarps;
+        for (int done = team; done < last_unit - first_unit; done += kTeams) {
+            const int unit = first_unit + done, stage = done % kStages;
             const int source = unit / 2;
             const int first_key = (unit % 2) * kUnitKeys;
             const int visible = position + 1 - __shfl_sync(~0u, block, source) * kPageTokens - first_key;
@@ -340,12 +421,13 @@ __global__ void __launch_bounds__(kAttendThreads, 2) attend_kernel(const __grid_
             float ratio = 1.f;
             if (kFp8) {
                 const float next = __shfl_sync(~0u, value_scale, source);
-                if (done > 0) ratio = value_unit / next;
+                if (done >= kTeams) ratio = value_unit / next;
                 value_unit = next;
             }
             barrier_wait(&full[stage], (done / kStages) & 1);
             const uint32_t keys = base + stage * 2 * kHalfBytes;
-            attend_unit<kFp8>(state, query, keys, keys + kHalfBytes, visible, unit_key_scale, ratio, warp, lane);
+            attend_unit<kFp8>(state, query, keys, keys + kHalfBytes, visible, unit_key_scale, ratio,
+                              warp % kTeamWarps, lane);
             __syncwarp();
             if (lane == 0) barrier_arrive(&empty[stage]);
         }
@@ -355,89 +437,162 @@ __global__ void __launch_bounds__(kAttendThreads, 2) attend_kernel(const __grid_
             state.sum[side] += __shfl_xor_sync(~0u, state.sum[side], 2);
         }
         // every copy has landed and been read: the ring becomes [warp, head, dim] partial outputs
-        named_barrier(1, kAttendWarps * 32);
-        float* partial = reinterpret_cast<float*>(ring) + warp * kGroupHeads * kHeadDim;
+        named_barrier(1, kWarps * 32);
+        float* partial = reinterpret_cast<float*>(ring) + warp * kGroupHeads * kPitch;
 #pragma unroll
-        for (int d = 0; d < 16; ++d)
+        for (int d = 0; d < 16; d += 2)
 #pragma unroll
-            for (int e = 0; e < 4; ++e) {
-                const int column = 2 * t + e % 2;
-                const int dim = kFp8 ? (d / 2) * 16 + 2 * column + d % 2 : d * 8 + column;
-                partial[(g + 8 * (e / 2)) * kHeadDim + dim] = state.out[d][e] * value_unit;
+            for (int side = 0; side < 2; ++side) {
+                float* to = partial + (g + 8 * side) * kPitch;
+                const float* even = state.out[d] + 2 * side;
+                const float* odd = state.out[d + 1] + 2 * side;
+                if constexpr (kFp8) {
+                    store_pair(to + d * 8 + 4 * t, even[0] * value_unit, odd[0] * value_unit);
+                    store_pair(to + d * 8 + 4 * t + 2, even[1] * value_unit, odd[1] * value_unit);
+                } else {
+                    store_pair(to + d * 8 + 2 * t, even[0], even[1]);
+                    store_pair(to + d * 8 + 8 + 2 * t, odd[0], odd[1]);
+                }
             }
         if (t == 0) {
 #pragma unroll
             for (int side = 0; side < 2; ++side) {
-                warp_most[warp][g + 8 * side] = state.most[side];
-                warp_sum[warp][g + 8 * side] = state.sum[side];
+                warp_most[g + 8 * side][warp] = state.most[side];
+                warp_sum[g + 8 * side][warp] = state.sum[side];
             }
         }
-        named_barrier(1, kAttendWarps * 32);
+        named_barrier(1, kWarps * 32);
+        if (thread < kGroupHeads) {
+            float top = -INFINITY, total = 0.f;
+#pragma unroll
+            for (int w = 0; w < kWarps; ++w) top = fmaxf(top, warp_most[thread][w]);
+            const float floor = top == -INFINITY ? 0.f : top;
+            float weight[kWarps];
+#pragma unroll
+            for (int w = 0; w < kWarps; ++w) {
+                weight[w] = exp2f(warp_most[thread][w] - floor);
+                total += weight[w] * warp_sum[thread][w];
+            }
+            block_most[thread] = top;
+            block_sum[thread] = total;
+            const float inverse = kMerge != kAlone ? 1.f : total == 0.f ? 0.f : 1.f / total;
+#pragma unroll
+            for (int w = 0; w < kWarps; ++w) warp_most[thread][w] = weight[w] * inverse;
+        }
+        named_barrier(1, kWarps * 32);
         float* merged = reinterpret_cast<float*>(ring);
-        const int dim = thread;
-        for (int head = 0; head < kGroupHeads; ++head) {
-            float most = warp_most[0][head];
+        const int dim = thread % kHeadDim;
+#pragma unroll 2
+        for (int head = thread / kHeadDim; head < heads; head += kTeams) {
+            float value = 0.f;
 #pragma unroll
-            for (int w = 1; w < kAttendWarps; ++w) most = fmaxf(most, warp_most[w][head]);
-            const float floor = most == -INFINITY ? 0.f : most;
-            float sum = 0.f, value = 0.f;
-#pragma unroll
-            for (int w = 0; w < kAttendWarps; ++w) {
-                const float weight = exp2f(warp_most[w][head] - floor);
-                sum += weight * warp_sum[w][head];
-                value += weight * merged[(w * kGroupHeads + head) * kHeadDim + dim];
-            }
-            if (splits == 1) {
-                if (head < heads)
-                    args.out[((int64_t(row) * args.groups + group) * heads + head) * kHeadDim + dim] =
-                        __float2bfloat16(sum == 0.f ? 0.f : value / sum);
-            } else {
-                merged[head * kHeadDim + dim] = value;  // only this thread reads this column of warp 0
-                if (dim == 0) {
-                    block_most[head] = most;
-                    block_sum[head] = sum;
+            for (int w = 0; w < kWarps; ++w)
+                value += warp_most[head][w] * merged[(w * kGroupHeads + head) * kPitch + dim];
+            if constexpr (kMerge == kAlone)
+                args.out[(int64_t(line) * heads + head) * kHeadDim + dim] = __float2bfloat16(value);
+            else if constexpr (kMerge == kCluster)
+                merged[head * kPitch + dim] = value;  // no other thread reads this place
+            else
+                __stcg(&args.partials[((int64_t(line) * splits + split) * heads + head) * kHeadDim + dim], value);
+        }
+    }
+    if constexpr (kMerge == kAlone) return;
+    const int heads = args.heads_per_group;
+    __nv_bfloat16* out = args.out + int64_t(line) * heads * kHeadDim;
+    if constexpr (kMerge == kCluster) {
+        cg::cluster_group cluster = cg::this_cluster();
+        cluster.sync();
+        if (thread < kHeadDim)
+            for (int head = split; head < heads; head += splits) {
+                float most = -INFINITY, sum = 0.f, values[kMaxSplits];
+                if (lane < splits) {
+                    most = *cluster.map_shared_rank(&block_most[head], lane);
+                    sum = *cluster.map_shared_rank(&block_sum[head], lane);
                 }
+#pragma unroll
+                for (int other = 0; other < kMaxSplits; ++other) {
+                    const float* value = reinterpret_cast<const float*>(ring) + head * kPitch + thread;
+                    values[other] = other < splits ? *cluster.map_shared_rank(value, other) : 0.f;
+                }
+                const float weight = share_of_warp(most, sum);
+                float mixed = 0.f;
+#pragma unroll
+                for (int other = 0; other < kMaxSplits; ++other)
+                    mixed += __shfl_sync(~0u, weight, other) * values[other];
+                out[head * kHeadDim + thread] = __float2bfloat16(mixed);
             }
+        cluster.sync();
+    } else {
+        float* sums = args.partials + int64_t(args.num_rows) * args.groups * splits * heads * kHeadDim;
+        const int64_t first = int64_t(line) * splits * heads;
+        if (thread < heads)
+            __stcg(reinterpret_cast<float2*>(sums) + first + split * heads + thread,
+                   make_float2(block_most[thread], block_sum[thread]));
+        __syncthreads();
+        if (thread == 0) {
+            __threadfence();
+            found[0] = atomicAdd(&args.arrived[line], 1) == splits - 1;
+        }
+        __syncthreads();
+        if (!found[0]) return;
+        __threadfence();
+        if (thread == 0) args.arrived[line] = 0;
+        // the ring is free: it takes the weights [split, head]
+        float* weights = reinterpret_cast<float*>(ring);
+        for (int head = warp; head < heads; head += kWarps + 1) {
+            float2 share = make_float2(-INFINITY, 0.f);
+            if (lane < splits) share = __ldcg(reinterpret_cast<const float2*>(sums) + first + lane * heads + head);
+            const float weight = share_of_warp(share.x, share.y);
+            if (lane < splits) weights[lane * kGroupHeads + head] = weight;
+        }
+        __syncthreads();
+        if (thread >= kWarps * 32) return;
+        const int dim = thread % kHeadDim, first_head = thread / kHeadDim;
+        float mixed[kGroupHeads / kTeams] = {};
+#pragma unroll 2
+        for (int other = 0; other < splits; ++other)
+#pragma unroll
+            for (int turn = 0; turn < kGroupHeads / kTeams; ++turn) {
+                const int head = turn * kTeams + first_head;
+                if (head < heads)
+                    mixed[turn] += weights[other * kGroupHeads + head] *
+                                   __ldcg(&args.partials[(first + other * heads + head) * kHeadDim + dim]);
+            }
+#pragma unroll
+        for (int turn = 0; turn < kGroupHeads / kTeams; ++turn) {
+            const int head = turn * kTeams + first_head;
+            if (head < heads) out[head * kHeadDim + dim] = __float2bfloat16(mixed[turn]);
         }
     }
-    if (splits == 1) return;
-    cluster.sync();
-    if (thread < kHeadDim) {
-        const int heads = args.heads_per_group;
-        for (int head = split; head < heads; head += splits) {
-            float most = -INFINITY;
-            for (int other = 0; other < splits; ++other)
-                most = fmaxf(most, cluster.map_shared_rank(block_most, other)[head]);
-            const float floor = most == -INFINITY ? 0.f : most;
-            float sum = 0.f, value = 0.f;
-            for (int other = 0; other < splits; ++other) {
-                const float weight = exp2f(cluster.map_shared_rank(block_most, other)[head] - floor);
-                sum += weight * cluster.map_shared_rank(block_sum, other)[head];
-                value += weight * cluster.map_shared_rank(reinterpret_cast<float*>(ring), other)[head * kHeadDim + thread];
-            }
-            args.out[((int64_t(row) * args.groups + group) * heads + head) * kHeadDim + thread] =
-                __float2bfloat16(sum == 0.f ? 0.f : value / sum);
-        }
-    }
-    cluster.sync();
 }
 
-template <bool kFp8>
-cudaError_t launch_attend(const AttendArgs& args, int splits, cudaStream_t stream) {
-    const void* kernel = reinterpret_cast<const void*>(&attend_kernel<kFp8>);
-    cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kRingBytes);
+template <bool kFp8, int kTeams, Merge kMerge>
+cudaError_t launch_attend(const AttendArgs& args, cudaStream_t stream) {
+    using Shape = AttendShape<kTeams>;
+    const void* kernel = reinterpret_cast<const void*>(&attend_kernel<kFp8, kTeams, kMerge>);
+    cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, Shape::kRingBytes);
     if (error != cudaSuccess) return error;
-    if (splits > 8) {
+    const int cluster = kMerge == kCluster ? args.splits : 1;
+    if (cluster > 8) {
         error = cudaFuncSetAttribute(kernel, cudaFuncAttributeNonPortableClusterSizeAllowed, 1);
         if (error != cudaSuccess) return error;
     }
     void* params[] = {const_cast<AttendArgs*>(&args)};
-    return launch(kernel, dim3(args.num_rows * args.groups * splits), kAttendThreads, kRingBytes, splits, params,
-                  stream);
+    return launch(kernel, dim3(args.num_rows * args.groups * args.splits), Shape::kThreads, Shape::kRingBytes, cluster,
+                  params, stream);
+}
+
+template <bool kFp8>
+cudaError_t attend(const AttendArgs& args, int teams, int merge, cudaStream_t stream) {
+    if (args.splits < 1 || args.splits > kMaxSplits || (args.splits == 1) != (merge == kAlone)) return cudaErrorInvalidValue;
+    if (merge == kAlone)
+        return teams == 1 ? launch_attend<kFp8, 1, kAlone>(args, stream) : launch_attend<kFp8, 2, kAlone>(args, stream);
+    if (merge == kCluster) return launch_attend<kFp8, 2, kCluster>(args, stream);
+    return launch_attend<kFp8, 2, kMemory>(args, stream);
 }
 
 }  // namespace m3
 
-extern "C" int m3_attend(const m3::AttendArgs* args, int fp8, int splits, cudaStream_t stream) {
-    return fp8 ? m3::launch_attend<true>(*args, splits, stream) : m3::launch_attend<false>(*args, splits, stream);
+extern "C" int m3_attend(const m3::AttendArgs* args, int fp8, int teams, int merge, cudaStream_t stream) {
+    return fp8 ? m3::attend<true>(*args, teams, merge, stream) : m3::attend<false>(*args, teams, merge, stream);
 }

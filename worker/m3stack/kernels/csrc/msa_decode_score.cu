@@ -24,11 +24,17 @@ struct ScoreArgs {
     int32_t num_seqs;
     int32_t groups;
     int32_t seq_stride;        // >= num_seqs and coprime to the grid
+    int32_t table_width;
 };
 
 constexpr int kScoreWarps = 8;
 constexpr int kScoreThreads = (kScoreWarps + 1) * 32;
 constexpr int kColumnBytes = 256;  // one query row and head: 128 bf16, or two planes of 128 int8
+
+#ifndef M3_SCORE_RING_KIB
+#define M3_SCORE_RING_KIB 200
+#endif
+constexpr int kScoreRingBytes = M3_SCORE_RING_KIB * 1024;
 
 template <bool kInt8, int kTiles>
 struct ScoreShape {
@@ -39,7 +45,8 @@ struct ScoreShape {
     static constexpr int kQueryBytes = kColumns * kColumnBytes;
     static constexpr int kQueryMetaBytes = kInt8 ? kColumns * 16 : 0;
     static constexpr int kStageBytes = kPageBytes + kMetaBytes + kQueryBytes + kQueryMetaBytes;
-    static constexpr int kStages = (200 * 1024) / kStageBytes < 12 ? (200 * 1024) / kStageBytes : 12;
+    static constexpr int kFit = kScoreRingBytes / kStageBytes;
+    static constexpr int kStages = kFit < 12 ? kFit : 12;
     static constexpr int kPartials = 2 * kScoreWarps * kColumns * (kInt8 ? 2 : 1);
     static size_t shared_bytes(int num_seqs) {
         return size_t(kStages) * kStageBytes + kPartials * 4 + 2 * kStages * 8 + kStages * 8 + kStages * 4 +
@@ -75,6 +82,12 @@ __global__ void __launch_bounds__(kScoreThreads, 1) score_kernel(const __grid_co
     wait_for_previous_kernel();
     let_next_kernel_start();
     __syncthreads();
+    // the feeding warp's first pages, looked up before the lengths are known and used only if they exist
+    const int first_work = blockIdx.x + lane * gridDim.x;
+    const int first_index = first_work / args.seq_stride, first_s = first_work % args.seq_stride;
+    int first_page = 0;
+    if (warp == kScoreWarps && first_s < args.num_seqs && first_index < args.table_width)
+        first_page = args.page_table[first_s * args.table_stride + first_index];
     for (int s = thread; s <= args.num_seqs; s += kScoreThreads) {
         starts[s] = args.query_start[s];
         if (s < args.num_seqs) {
@@ -93,7 +106,8 @@ __global__ void __launch_bounds__(kScoreThreads, 1) score_kernel(const __grid_co
             const int page_index = work / args.seq_stride, s = work % args.seq_stride;
             const bool real = work < total && s < args.num_seqs && page_index * kPageTokens < lens[s] &&
                               starts[s + 1] > starts[s];
-            const int page = real ? args.page_table[s * args.table_stride + page_index] : 0;
+            int page = first_page;
+            if (real && base != blockIdx.x) page = args.page_table[s * args.table_stride + page_index];
             for (uint32_t mask = __ballot_sync(~0u, real); mask; mask &= mask - 1) {
                 const int source = __ffs(mask) - 1;
                 const int item_page = __shfl_sync(~0u, page, source);

@@ -1,16 +1,17 @@
 // The exact choice of blocks from rank keys, and the second stage that makes upper bounds exact.
 //
 // Total order: larger key first, then lower block id. A threshold that at least `need` keys reach is
-// taken from the largest keys of the lanes of one warp; the few keys at or above it are ranked by counting.
+// taken from the largest keys of groups of lanes; the few keys at or above it are ranked by counting.
 #include "async_copy.cuh"
 
 namespace m3 {
 
 constexpr int kSelectThreads = 256;
 constexpr int kSelectWarps = kSelectThreads / 32;
-constexpr int kHeldKeys = 8;          // vectors of four keys each thread keeps in registers
+constexpr int kLoads = 16;            // keys that a thread has on the way at a time
 constexpr int kMaxCandidates = 1024;
 constexpr int kMaxChosen = 32;
+constexpr int kMaxima = kSelectThreads / 4;  // not below kMaxChosen, so that enough keys reach the cut
 
 struct SelectArgs {
     uint32_t* keys;                   // [T*G, row_stride]; refine: upper bounds, rewritten as zeros
@@ -56,7 +57,8 @@ __device__ __forceinline__ uint64_t total_order(uint32_t key, int block) {
     return (uint64_t(key) << 32) | uint32_t(~block);
 }
 
-struct SelectShared {
+struct __align__(16) SelectShared {
+    uint32_t most[kMaxima];
     uint64_t candidates[kMaxCandidates];
     uint64_t warp_best[kSelectWarps];
     uint32_t warp_threshold[kSelectWarps];
@@ -67,61 +69,45 @@ struct SelectShared {
 };
 
 // the `need` best of keys[0..n), need <= n, into shared.winners in rank order; shared.cut is the last one's key
+// (loops stay rolled: these kernels run once through, so fetching instructions is what they wait for)
 __device__ void best_blocks(const uint32_t* keys, int n, int need, SelectShared& shared) {
     const int thread = threadIdx.x, warp = thread / 32, lane = thread % 32;
-    const uint4* vectors = reinterpret_cast<const uint4*>(keys);
-    const int num_vectors = (n + 3) / 4;
-    auto load = [&](int index) {
-        uint4 v = make_uint4(0, 0, 0, 0);
-        if (index < num_vectors) v = vectors[index];
-        const int first = index * 4;  // the tail of a vector belongs to no block of this row
-        if (first >= n) v.x = 0;
-        if (first + 1 >= n) v.y = 0;
-        if (first + 2 >= n) v.z = 0;
-        if (first + 3 >= n) v.w = 0;
-        return v;
-    };
-    uint4 held[kHeldKeys];
     uint32_t most = 0;
+#pragma unroll 1
+    for (int base = thread; base < n; base += kLoads * kSelectThreads) {
+        uint32_t key[kLoads];
 #pragma unroll
-    for (int i = 0; i < kHeldKeys; ++i) {
-        held[i] = make_uint4(0, 0, 0, 0);
-        if (i * kSelectThreads < num_vectors) held[i] = load(i * kSelectThreads + thread);
-        most = max(most, max(max(held[i].x, held[i].y), max(held[i].z, held[i].w)));
-    }
-    for (int index = kHeldKeys * kSelectThreads + thread; index < num_vectors; index += kSelectThreads) {
-        const uint4 v = load(index);
-        most = max(most, max(max(v.x, v.y), max(v.z, v.w)));
-    }
-    int larger = 0;
+        for (int i = 0; i < kLoads; ++i)
+            key[i] = base + i * kSelectThreads < n ? keys[base + i * kSelectThreads] : 0;
 #pragma unroll
-    for (int hop = 1; hop < 32; ++hop) larger += __shfl_sync(~0u, most, (lane + hop) & 31) > most;
-    const uint32_t threshold = __reduce_min_sync(~0u, larger < need ? most : ~0u);
-    if (lane == 0) shared.warp_threshold[warp] = threshold;
+        for (int i = 0; i < kLoads; ++i) most = max(most, key[i]);
+    }
+    // the need-th largest of the maxima of four lanes each bounds the need-th largest key from below
+    most = max(most, __shfl_xor_sync(~0u, most, 1));
+    most = max(most, __shfl_xor_sync(~0u, most, 2));
+    if (lane % 4 == 0) shared.most[thread / 4] = most;
     if (thread == 0) shared.count = 0;
     __syncthreads();
-    uint32_t cut = 1;  // key 0 is no block
+    int larger = 0;
+    const uint4* others = reinterpret_cast<const uint4*>(shared.most);
+#pragma unroll 4
+    for (int i = 0; i < kMaxima / 4; ++i) {
+        const uint4 v = others[i];
+        larger += (v.x > most) + (v.y > most) + (v.z > most) + (v.w > most);
+    }
+    const uint32_t threshold = __reduce_min_sync(~0u, larger < need ? most : ~0u);
+    if (lane == 0) shared.warp_threshold[warp] = threshold;
+    __syncthreads();
+    uint32_t cut = ~0u;
 #pragma unroll
-    for (int i = 0; i < kSelectWarps; ++i) cut = max(cut, shared.warp_threshold[i]);
-    auto offer = [&](uint32_t key, int block) {
-        if (key < cut) return;
+    for (int i = 0; i < kSelectWarps; ++i) cut = min(cut, shared.warp_threshold[i]);
+    cut = max(cut, 1u);  // key 0 is no block
+#pragma unroll 4
+    for (int block = thread; block < n; block += kSelectThreads) {
+        const uint32_t key = keys[block];
+        if (key < cut) continue;
         const int at = atomicAdd(&shared.count, 1);
         if (at < kMaxCandidates) shared.candidates[at] = total_order(key, block);
-    };
-#pragma unroll
-    for (int i = 0; i < kHeldKeys; ++i) {
-        const int first = (i * kSelectThreads + thread) * 4;
-        offer(held[i].x, first);
-        offer(held[i].y, first + 1);
-        offer(held[i].z, first + 2);
-        offer(held[i].w, first + 3);
-    }
-    for (int index = kHeldKeys * kSelectThreads + thread; index < num_vectors; index += kSelectThreads) {
-        const uint4 v = load(index);
-        offer(v.x, index * 4);
-        offer(v.y, index * 4 + 1);
-        offer(v.z, index * 4 + 2);
-        offer(v.w, index * 4 + 3);
     }
     __syncthreads();
     const int count = shared.count;
@@ -129,7 +115,8 @@ __device__ void best_blocks(const uint32_t* keys, int n, int need, SelectShared&
         for (int mine = thread; mine < count; mine += kSelectThreads) {
             const uint64_t value = shared.candidates[mine];
             int rank = 0;
-            for (int other = 0; other < count && rank < need; ++other) rank += shared.candidates[other] > value;
+#pragma unroll 4
+            for (int other = 0; other < count; ++other) rank += shared.candidates[other] > value;
             if (rank < need) {
                 shared.winners[rank] = int(~uint32_t(value));
                 if (rank == need - 1) shared.cut = uint32_t(value >> 32);
@@ -140,13 +127,15 @@ __device__ void best_blocks(const uint32_t* keys, int n, int need, SelectShared&
     }
     // so many equal keys that the list overflows: one exact pass over the row for each winner
     uint64_t bound = ~0ull;
+#pragma unroll 1
     for (int rank = 0; rank < need; ++rank) {
         uint64_t best = 0;
+#pragma unroll 2
         for (int block = thread; block < n; block += kSelectThreads) {
             const uint64_t value = total_order(keys[block], block);
             if (value < bound && value > best) best = value;
         }
-#pragma unroll
+#pragma unroll 1
         for (int hop = 16; hop > 0; hop /= 2) {
             const uint64_t other = __shfl_xor_sync(~0u, best, hop);
             best = other > best ? other : best;
@@ -187,7 +176,7 @@ __global__ void __launch_bounds__(kSelectThreads) select_kernel(const __grid_con
         const bool chosen = thread < need + num_local;
         if (!chosen) block = 0x7fffffff;
         int rank = 0;
-#pragma unroll
+#pragma unroll 8
         for (int hop = 0; hop < 32; ++hop) rank += __shfl_sync(~0u, block, hop) < block;
         if (!chosen) rank = thread;
         if (rank < args.num_chosen && thread < args.num_chosen) {

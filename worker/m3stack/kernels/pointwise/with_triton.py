@@ -127,49 +127,40 @@ def _prologue_kernel(
     if part * TILE < HEADS:
         # the last tile may overlap the one before it: both write the same values
         head = tl.minimum(part * TILE, HEADS - TILE) + tl.arange(0, TILE)
-        turned = _normed_and_rotated(
+        turned_q = _normed_and_rotated(
             q + token * q_token, q_head, head, q_norm, cos, sin, eps, ROTATED, DIM
         )
-        to = q_out + (token * HEADS + head[:, None]) * DIM + column[None, :]
-        tl.store(to, turned.to(q_out.dtype.element_ty))
+        q_to = q_out + (token * HEADS + head[:, None]) * DIM + column[None, :]
+        tl.store(q_to, turned_q.to(q_out.dtype.element_ty))
     else:
         group = tl.arange(0, GROUPS)
         slot = tl.load(slots + token)
         written = slot >= 0
         page = tl.where(written, slot // PAGE, 0)
         offset = tl.where(written, slot % PAGE, 0)
-        turned = _normed_and_rotated(
+        turned_k = _normed_and_rotated(
             k + token * k_token, k_head, group, k_norm, cos, sin, eps, ROTATED, DIM
         )
         keep = written & (group[:, None] >= 0) & (column[None, :] >= 0)
-        to = k_pages + page * k_page + offset * k_slot
-        to += group[:, None] * k_group + column[None, :]
-        tl.store(to, turned.to(k_pages.dtype.element_ty), mask=keep)
-        raw = tl.load(v + token * v_token + group[:, None] * v_head + column[None, :])
-        to = v_pages + page * v_page + offset * v_slot
-        to += group[:, None] * v_group + column[None, :]
-        tl.store(to, raw.to(v_pages.dtype.element_ty), mask=keep)
+        k_to = k_pages + page * k_page + offset * k_slot + group[:, None] * k_group
+        tl.store(k_to + column[None, :], turned_k.to(k_pages.dtype.element_ty), mask=keep)
+        raw_v = tl.load(v + token * v_token + group[:, None] * v_head + column[None, :])
+        v_to = v_pages + page * v_page + offset * v_slot + group[:, None] * v_group
+        tl.store(v_to + column[None, :], raw_v.to(v_pages.dtype.element_ty), mask=keep)
         if HAS_INDEX:
-            turned = _normed_and_rotated(
-                index_q + token * iq_token,
-                iq_head,
-                group,
-                index_q_norm,
-                cos,
-                sin,
-                eps,
-                ROTATED,
-                DIM,
+            iq_from = index_q + token * iq_token
+            turned_iq = _normed_and_rotated(
+                iq_from, iq_head, group, index_q_norm, cos, sin, eps, ROTATED, DIM
             )
-            to = index_q_out + (token * GROUPS + group[:, None]) * DIM + column[None, :]
-            tl.store(to, turned.to(index_q_out.dtype.element_ty))
+            iq_to = index_q_out + (token * GROUPS + group[:, None]) * DIM + column[None, :]
+            tl.store(iq_to, turned_iq.to(index_q_out.dtype.element_ty))
             one = tl.arange(0, 1)
-            turned = _normed_and_rotated(
+            turned_ik = _normed_and_rotated(
                 index_k + token * ik_token, 0, one, index_k_norm, cos, sin, eps, ROTATED, DIM
             )
-            to = index_pages + page * i_page + offset * i_slot + one[:, None] + column[None, :]
-            keep = written & (one[:, None] >= 0) & (column[None, :] >= 0)
-            tl.store(to, turned.to(index_pages.dtype.element_ty), mask=keep)
+            ik_to = index_pages + page * i_page + offset * i_slot + one[:, None] + column[None, :]
+            keep_one = written & (one[:, None] >= 0) & (column[None, :] >= 0)
+            tl.store(ik_to, turned_ik.to(index_pages.dtype.element_ty), mask=keep_one)
 
 
 def attention_prologue(

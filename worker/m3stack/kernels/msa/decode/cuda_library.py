@@ -39,6 +39,7 @@ ScoreArgs = _struct(
     num_seqs=c_int32,
     groups=c_int32,
     seq_stride=c_int32,
+    table_width=c_int32,
 )
 SelectArgs = _struct(
     "SelectArgs",
@@ -90,6 +91,8 @@ AttendArgs = _struct(
     page_table=c_void_p,
     blocks=c_void_p,
     out=c_void_p,
+    partials=c_void_p,
+    arrived=c_void_p,
     k_page_stride=c_int64,
     k_group_stride=c_int64,
     k_token_stride=c_int64,
@@ -103,6 +106,7 @@ AttendArgs = _struct(
     groups=c_int32,
     heads_per_group=c_int32,
     num_chosen=c_int32,
+    splits=c_int32,
 )
 
 
@@ -130,7 +134,7 @@ class DecodeLibrary:
         self._declare("m3_select", POINTER(SelectArgs), c_int)
         self._declare("m3_rescore", POINTER(RescoreArgs), c_int, c_int)
         self._declare("m3_split_query", POINTER(SplitQueryArgs))
-        self._declare("m3_attend", POINTER(AttendArgs), c_int, c_int)
+        self._declare("m3_attend", POINTER(AttendArgs), c_int, c_int, c_int)
 
     def _declare(self, name: str, *types: type) -> None:
         function = getattr(self._library, name)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
+from enum import IntEnum
 
 import torch
 from torch import Tensor
@@ -14,6 +16,7 @@ from m3stack.kernels.msa.decode.cuda_library import (
     ScoreArgs,
     SelectArgs,
 )
+from m3stack.kernels.msa.decode.fp8_pages import Fp8Pages
 
 BLOCK_TOKENS = 128
 HEAD_DIM = 128
@@ -22,9 +25,9 @@ MAX_COLUMNS = 32
 MAX_CHOSEN = 32
 MAX_SEQUENCES = 1024
 MAX_HEADS_PER_GROUP = 16
-# two blocks of four warps share a processor
-ATTEND_BLOCKS_PER_PROCESSOR = 2
-MAX_CLUSTER = 16
+CLUSTER_LINES = 8
+CLUSTER_SPLITS = 16
+MAX_SPLITS = 16
 
 
 class UnsupportedShapeError(ValueError):
@@ -32,10 +35,12 @@ class UnsupportedShapeError(ValueError):
 
 
 class CudaDecode:
-    """The two decode operations, bound to one built library."""
+    """The two decode operations, bound to one built library; calls belong on one stream."""
 
     def __init__(self, library: DecodeLibrary) -> None:
         self.library = library
+        # arrivals of blocks at a line; every launch leaves zeros, so launches must not overlap
+        self._arrived = torch.zeros(library.num_processors, dtype=torch.int32, device="cuda")
 
     @staticmethod
     def serves(groups: int, rows: PagedRows) -> bool:
@@ -56,7 +61,7 @@ class CudaDecode:
         Raises:
             UnsupportedShapeError: a shape, dtype or stride outside the limits above.
         """
-        _check_index(index_q_TGD, index_k_PBD, rows, num_blocks)
+        check_index(index_q_TGD, index_k_PBD, rows, num_blocks)
         num_tokens, groups, _ = index_q_TGD.shape
         keys = score_workspace(num_tokens * groups, rows, index_q_TGD.device)
         arguments = ScoreArgs(
@@ -66,6 +71,7 @@ class CudaDecode:
             page_stride_bytes=index_k_PBD.stride(0) * 2,
             row_stride=keys.stride(0),
             groups=groups,
+            table_width=rows.page_table_SJ.shape[1],
             **row_fields(rows),
         )
         self.launch_score("m3_score", arguments, rows)
@@ -127,29 +133,22 @@ class CudaDecode:
     def block_attention_fp8(
         self,
         q_THD: Tensor,
-        kv_PGBD: tuple[Tensor, Tensor],
-        scales_PG: tuple[Tensor, Tensor],
+        pages: Fp8Pages,
         blocks_GTK: Tensor,
         rows: PagedRows,
         scale: float,
     ) -> Tensor:
-        """Block attention over e4m3 K and V with one positive fp32 scale a page and group.
-
-        Args:
-            q_THD: bf16 [T, H, D].
-            kv_PGBD: e4m3 K and V [P, G, B, D]; the value of an element is element * scale.
-            scales_PG: fp32 K and V scales [P, G], contiguous.
-            blocks_GTK: int32 [G, T, K].
-            rows: positions and page tables.
-            scale: softmax scale.
+        """Block attention over e4m3 pages; otherwise as `block_attention`.
 
         Raises:
             UnsupportedShapeError: a shape, dtype or stride outside the limits above.
         """
-        for pool in kv_PGBD:
+        for pool in (pages.k_PGBD, pages.v_PGBD):
             _require(pool.dtype == torch.float8_e4m3fn, "fp8 K and V must be e4m3", pool.dtype)
+        scales_PG = (pages.k_scale_PG, pages.v_scale_PG)
         for scales in scales_PG:
             _require(scales.is_contiguous(), "scales must be contiguous", scales.stride())
+        kv_PGBD = (pages.k_PGBD, pages.v_PGBD)
         return self._attend(q_THD, kv_PGBD, scales_PG, blocks_GTK, rows, scale)
 
     def _attend(
@@ -191,26 +190,49 @@ class CudaDecode:
             **row_fields(rows),
         )
         is_fp8 = int(scales_PG[0] is not None)
-        splits = attention_splits(num_tokens * groups, num_chosen, self.library.num_processors)
-        self.library.launch("m3_attend", arguments, is_fp8, splits)
+        lines = num_tokens * groups
+        plan = attention_plan(lines, self.library.num_processors)
+        arguments.splits = plan.splits
+        if plan.merge is Merge.MEMORY:
+            partials = q_THD.new_empty(
+                plan.splits * num_tokens * heads * (HEAD_DIM + 2), dtype=torch.float32
+            )
+            arguments.partials = partials.data_ptr()
+            arguments.arrived = self._arrived.data_ptr()
+        self.library.launch("m3_attend", arguments, is_fp8, plan.teams, plan.merge)
         return out_THD
 
 
-def attention_splits(lines: int, num_chosen: int, num_processors: int) -> int:
-    """Cluster size that leaves the fewest idle processors for this many (row, group) lines.
+class Merge(IntEnum):
+    """How the blocks of a (row, group) line bring their outputs together."""
 
-    The cost counts the waves of blocks, each as long as its share of a line plus a merge.
+    ALONE = 0
+    CLUSTER = 1
+    MEMORY = 2
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionPlan:
+    """Teams of warps a block, blocks a line, and how they merge."""
+
+    teams: int
+    splits: int
+    merge: Merge
+
+
+def attention_plan(lines: int, num_processors: int) -> AttentionPlan:
+    """The plan with the least time for this many (row, group) lines.
+
+    A block of two teams fills a processor and is the fastest on its own; two blocks of one team
+    keep more lines in flight. Large clusters merge fastest but leave processors idle, so they
+    serve only the smallest batches.
     """
-    slots = num_processors * ATTEND_BLOCKS_PER_PROCESSOR
-    best, best_cost = 1, math.inf
-    splits = 1
-    while splits <= min(MAX_CLUSTER, num_chosen):
-        merge = 0.0 if splits == 1 else 0.02
-        cost = math.ceil(lines * splits / slots) * (1.0 / splits + merge)
-        if cost < best_cost:
-            best, best_cost = splits, cost
-        splits *= 2
-    return best
+    if lines > num_processors:
+        return AttentionPlan(1, 1, Merge.ALONE)
+    if lines <= CLUSTER_LINES:
+        return AttentionPlan(2, CLUSTER_SPLITS, Merge.CLUSTER)
+    splits = min(MAX_SPLITS, num_processors // lines)
+    return AttentionPlan(2, splits, Merge.MEMORY if splits > 1 else Merge.ALONE)
 
 
 def coprime_at_least(value: int, other: int) -> int:
@@ -242,7 +264,8 @@ def _require(holds: bool, what: str, value: object) -> None:
         raise UnsupportedShapeError(f"{what}, got {value}")
 
 
-def _check_index(q_TGD: Tensor, k_PBD: Tensor, rows: PagedRows, num_blocks: int) -> None:
+def check_index(q_TGD: Tensor, k_PBD: Tensor, rows: PagedRows, num_blocks: int) -> None:
+    """Raises `UnsupportedShapeError` unless the scoring kernels serve these inputs."""
     columns = rows.max_query_len * q_TGD.shape[1]
     _require(q_TGD.dtype == torch.bfloat16, "index q must be bf16", q_TGD.dtype)
     _require(k_PBD.dtype == torch.bfloat16, "index k must be bf16", k_PBD.dtype)
