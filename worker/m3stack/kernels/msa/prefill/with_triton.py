@@ -48,8 +48,8 @@ def score_span(
     """
     tile = tl.program_id(0)
     first_row = tl.load(tiles + tile * 4)
-    num_rows = tl.load(tiles + tile * 4 + 1)
-    position = tl.load(tiles + tile * 4 + 2)
+    num_rows = tl.load(tiles + tile * 4 + 1).to(tl.int32)
+    position = tl.load(tiles + tile * 4 + 2).to(tl.int32)
     sequence = tl.load(tiles + tile * 4 + 3)
     row = tl.arange(0, ROWS)
     held = row < num_rows
@@ -135,8 +135,8 @@ def list_unions(
     tile, group = tl.program_id(0), tl.program_id(1)
     num_tiles = tl.num_programs(0)
     first_row = tl.load(tiles + tile * 4)
-    num_rows = tl.load(tiles + tile * 4 + 1)
-    position = tl.load(tiles + tile * 4 + 2)
+    num_rows = tl.load(tiles + tile * 4 + 1).to(tl.int32)
+    position = tl.load(tiles + tile * 4 + 2).to(tl.int32)
     sequence = tl.load(tiles + tile * 4 + 3)
     entry = tl.arange(0, ROWS * SLOTS)
     row, slot = entry // SLOTS, entry % SLOTS
@@ -196,8 +196,8 @@ def attend_unions(
     tile, group = tl.program_id(0), tl.program_id(1)
     num_tiles = tl.num_programs(0)
     first_row = tl.load(tiles + tile * 4)
-    num_rows = tl.load(tiles + tile * 4 + 1)
-    position = tl.load(tiles + tile * 4 + 2)
+    num_rows = tl.load(tiles + tile * 4 + 1).to(tl.int32)
+    position = tl.load(tiles + tile * 4 + 2).to(tl.int32)
     length = tl.load(lengths + tl.load(tiles + tile * 4 + 3))
     line = tl.arange(0, ROWS * HEADS)
     row, head = line // HEADS, line % HEADS
