@@ -10,7 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from m3stack.engine.sampler import Sampler, SampleRow
+from m3stack.engine.sampler import Sampler, SampleRow, rank_logits
 from m3stack.types import Sampling
 from tests.worker.engine.history_model import CPU, sampling
 
@@ -238,3 +238,42 @@ def test_rows_without_a_finite_choice_are_refused_alone(temperature: float) -> N
     assert [chosen[handle] is None for handle in range(4)] == [True, True, True, False]
     good = sampler_for(rules[3]).sample(logits[3:], [SampleRow(0, 0)])[0]
     assert chosen[3] == good
+
+
+@given(
+    seed=st.integers(0, 10_000),
+    count=st.integers(1, VOCAB),
+    ties=st.lists(st.integers(0, VOCAB - 1), max_size=8),
+    special=st.lists(
+        st.tuples(
+            st.integers(0, VOCAB - 1),
+            st.sampled_from([0.0, -0.0, 1e-45, -1e-45, 3e38, -3e38, float("-inf")]),
+        ),
+        max_size=6,
+    ),
+)
+@settings(max_examples=200, deadline=None)
+def test_ranking_a_few_equals_the_head_of_ranking_all(
+    seed: int, count: int, ties: list[int], special: list[tuple[int, float]]
+) -> None:
+    logits = logits_of(seed)
+    logits[0, ties] = 0.5
+    for token_id, value in special:
+        logits[0, token_id] = value
+    plain = sorted(range(VOCAB), key=lambda t: (-logits[0, t].item(), t))[:count]
+    for width in (count, None):
+        ids, values = rank_logits(logits, width)
+        assert ids[0, :count].tolist() == plain
+        assert values[0, :count].tolist() == logits[0, plain].tolist()
+
+
+def test_a_rows_draw_does_not_depend_on_how_wide_its_neighbours_top_k_is() -> None:
+    logits = torch.randn(2, 1000, generator=torch.Generator().manual_seed(1)).mul(3)
+    sampler = Sampler(1000, CPU)
+    for handle, top_k in enumerate((3, 256)):
+        rules = sampling(temperature=1.0, top_k=top_k, top_p=0.9, seed=4)
+        sampler.begin(handle, rules, prompt_token_ids=(), stop_ids=frozenset())
+    for index in range(50):
+        alone = sampler.sample(logits[:1], [SampleRow(0, index)])[0]
+        both = sampler.sample(logits, [SampleRow(0, index), SampleRow(1, index)])
+        assert both[0] == alone

@@ -84,7 +84,7 @@ class Worker:
     admission: MediaAdmission
     metrics: WorkerMetrics
     client: AsyncWorkerClient
-    stub: pb_grpc.WorkerServiceAsyncStub
+    stub: pb_grpc.WorkerServiceStub
 
     async def tokens(self, request: Request) -> list[int]:
         return tokens_of([event async for event in self.client.generate(request)])

@@ -18,6 +18,8 @@ from m3stack.engine.plan import Sampled
 from m3stack.types import Sampling, TokenLogprob
 
 _NO_TOKEN = -1
+# the widest top-k for which picking the largest beats sorting the vocabulary
+_NARROW_TOP_K = 256
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,9 +162,8 @@ class Sampler:
             return result
         logprobs_SV = logits_SV[asked].log_softmax(-1)
         width = max(rules[index].sampling.top_logprobs for index in asked)
-        # stable: equal log-probabilities in order of id
-        top = logprobs_SV.sort(dim=-1, descending=True, stable=True)
-        values, ids = top.values[:, :width].tolist(), top.indices[:, :width].tolist()
+        ids_SK, values_SK = rank_logits(logprobs_SV, width)
+        ids, values = ids_SK.tolist(), values_SK.tolist()
         own = logprobs_SV.gather(-1, chosen_S[asked].clamp(min=0)[:, None])[:, 0].tolist()
         for position, index in enumerate(asked):
             count = rules[index].sampling.top_logprobs
@@ -185,37 +186,80 @@ def _penalise(logits_V: Tensor, rule: _Rules) -> None:
 
 
 def _pick(logits_RV: Tensor, samplings: Sequence[Sampling], uniforms: Sequence[float]) -> Tensor:
-    """Draws one id a row from the filtered distribution: int64 [R]."""
-    device = logits_RV.device
+    """Draws one id a row from the filtered distribution: int64 [R].
+
+    Rows with a small top-k rank only that many tokens; the others need the whole order. Which of
+    the two a row takes depends on itself alone, and so does its result.
+    """
+    narrow = [i for i, s in enumerate(samplings) if 0 < s.top_k <= _NARROW_TOP_K]
+    wide = [i for i, s in enumerate(samplings) if not 0 < s.top_k <= _NARROW_TOP_K]
+    picked_R = torch.empty(len(samplings), dtype=torch.int64, device=logits_RV.device)
+    for indices in (narrow, wide):
+        if not indices:
+            continue
+        rows = torch.tensor(indices, device=logits_RV.device)
+        rules = [samplings[index] for index in indices]
+        largest = max(rule.top_k for rule in rules) if indices is narrow else None
+        ids_RK, values_RK = rank_logits(logits_RV[rows], largest)
+        place_R = _draw(values_RK, rules, [uniforms[index] for index in indices])
+        picked_R[rows] = ids_RK.gather(-1, place_R[:, None])[:, 0]
+    return picked_R
+
+
+def rank_logits(logits_RV: Tensor, count: int | None) -> tuple[Tensor, Tensor]:
+    """The largest logits of each row, in a total order: descending, then by lower id.
+
+    Args:
+        logits_RV: fp32 [R, V].
+        count: how many, K; None ranks all.
+
+    Returns:
+        Ids int64 [R, K] and logits fp32 [R, K].
+    """
+    width = logits_RV.shape[-1]
+    if count is None or count >= width:
+        order = logits_RV.sort(dim=-1, descending=True, stable=True)
+        return order.indices, order.values
+    # one integer key a token makes the order total: the float's bits as an ordered number above,
+    # the reversed id below; adding 0 turns -0 into +0
+    bits_RV = (logits_RV + 0.0).view(torch.int32)
+    ordered_RV = torch.where(bits_RV < 0, bits_RV ^ 0x7FFFFFFF, bits_RV).to(torch.int64)
+    reversed_V = torch.arange(width - 1, -1, -1, device=logits_RV.device)
+    ids_RK = ((ordered_RV << 32) + reversed_V).topk(count, dim=-1).indices
+    return ids_RK, logits_RV.gather(-1, ids_RK)
+
+
+def _draw(values_RK: Tensor, samplings: Sequence[Sampling], uniforms: Sequence[float]) -> Tensor:
+    """Draws a place in each row of descending logits: int64 [R]."""
+    device = values_RK.device
 
     def column(values: Sequence[float]) -> Tensor:
         return torch.tensor(values, dtype=torch.float64, device=device)[:, None]
 
     temperature = column([sampling.temperature for sampling in samplings])
-    top_k = column([sampling.top_k or logits_RV.shape[-1] for sampling in samplings])
+    top_k = column([sampling.top_k or values_RK.shape[-1] for sampling in samplings])
     top_p = column([sampling.top_p for sampling in samplings])
     min_p = column([sampling.min_p for sampling in samplings])
-    # stable: equal logits in order of id
-    order = logits_RV.sort(dim=-1, descending=True, stable=True)
-    sorted_RV = order.values.to(torch.float64)
+    exact_RK = values_RK.to(torch.float64)
     # shifted first, so that a tiny temperature cannot overflow
-    weights_RV = ((sorted_RV - sorted_RV[:, :1]) / temperature).exp()
-    rank_V = torch.arange(logits_RV.shape[-1], device=device)
-    weights_RV = weights_RV.masked_fill(rank_V >= top_k, 0)
-    total = weights_RV.sum(-1, keepdim=True)
+    weights_RK = ((exact_RK - exact_RK[:, :1]) / temperature).exp()
+    rank_K = torch.arange(values_RK.shape[-1], device=device)
+    weights_RK = weights_RK.masked_fill(rank_K >= top_k, 0)
+    # a running sum, not `sum`: the zeros behind a row's own top-k must not change its rounding
+    cumulative_RK = weights_RK.cumsum(-1)
     # a token stays if the mass before it is short of top_p; the first one always does
-    mass_before_RV = (weights_RV.cumsum(-1) - weights_RV) / total
+    mass_before_RK = (cumulative_RK - weights_RK) / cumulative_RK[:, -1:]
     # at top_p 1 rounding must not cut the tail
-    is_cut_RV = (mass_before_RV >= top_p) & (rank_V > 0) & (top_p < 1)
-    weights_RV = weights_RV.masked_fill(is_cut_RV, 0)
-    weights_RV = weights_RV.masked_fill(weights_RV < min_p * weights_RV[:, :1], 0)
-    cumulative_RV = weights_RV.cumsum(-1)
-    target = column(uniforms) * cumulative_RV[:, -1:]
-    place_R = torch.searchsorted(cumulative_RV, target, right=True)
+    is_cut_RK = (mass_before_RK >= top_p) & (rank_K > 0) & (top_p < 1)
+    weights_RK = weights_RK.masked_fill(is_cut_RK, 0)
+    weights_RK = weights_RK.masked_fill(weights_RK < min_p * weights_RK[:, :1], 0)
+    cumulative_RK = weights_RK.cumsum(-1)
+    target = column(uniforms) * cumulative_RK[:, -1:]
+    place_R = torch.searchsorted(cumulative_RK, target, right=True)
     # rounding can push the target to the very end: stay on the last token that has weight; a row
     # of NaN has none, and is refused by the caller
-    last_R = ((weights_RV > 0).sum(-1, keepdim=True) - 1).clamp(min=0)
-    return order.indices.gather(-1, torch.minimum(place_R, last_R))[:, 0]
+    last_R = ((weights_RK > 0).sum(-1, keepdim=True) - 1).clamp(min=0)
+    return torch.minimum(place_R, last_R)[:, 0]
 
 
 def _uniform(seed: int, output_index: int) -> float:

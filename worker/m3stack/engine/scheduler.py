@@ -57,6 +57,20 @@ class _Draft:
     preempted: list[int] = field(default_factory=list[int])
 
 
+@dataclass(frozen=True, slots=True)
+class _Blocked:
+    """A head of the queue that did not fit, and the pages there were for it.
+
+    Looking for its prefix again is work that grows with its length: only more room is a reason.
+    """
+
+    handle: int
+    room: int
+
+    def covers(self, state: _Blocked) -> bool:
+        return self.handle == state.handle and state.room <= self.room
+
+
 class Scheduler:
     """The queue and the running set; the engine thread owns it.
 
@@ -73,6 +87,7 @@ class Scheduler:
         self._running: list[Sequence] = []
         self._by_handle: dict[int, Sequence] = {}
         self._waiting_tokens = 0
+        self._blocked: _Blocked | None = None
         self._is_executing = False
 
     @property
@@ -183,12 +198,16 @@ class Scheduler:
     def _admit(self, draft: _Draft) -> None:
         while self._waiting and len(self._running) < self._limits.max_sequences:
             sequence = self._waiting[0]
+            headroom = self._headroom(sequence)
+            state = _Blocked(sequence.handle, self._pages.num_available - headroom)
+            if self._running and self._blocked is not None and self._blocked.covers(state):
+                return
             keys = sequence.matchable_keys() if self._pages.enabled else []
             matched = self._pages.match(keys)
             missing = sequence.pages_for_tokens - len(matched)
-            room = self._pages.num_available - self._headroom(sequence)
-            if self._running and missing > room:
+            if self._running and missing > self._pages.num_available - headroom:
                 self._pages.release(matched)
+                self._blocked = state
                 return
             self._waiting.popleft()
             self._waiting_tokens -= sequence.num_prompt

@@ -35,6 +35,7 @@ from m3stack.worker.v1 import worker_pb2_grpc as pb_grpc
 _log = logging.getLogger(__name__)
 
 DEFAULT_HEARTBEAT_MS = 1000
+LONG_PROMPT_TOKENS = 32_768
 MIN_HEARTBEAT_MS, MAX_HEARTBEAT_MS = 100, 60_000
 
 Call = grpc.aio.ServicerContext[pb.GenerateRequest, pb.GenerateResponse]
@@ -154,7 +155,11 @@ class WorkerService(pb_grpc.WorkerServiceServicer):
 
     async def _generate(self, target: _Target, header: pb.GenerateHeader, context: Call) -> None:
         parts, engine, limits = self._parts, target.engine, target.limits
-        request = read_header(header, limits)
+        if len(header.prompt_token_ids) > LONG_PROMPT_TOKENS:
+            # checks of a million ids would hold up every other stream
+            request = await asyncio.to_thread(read_header, header, limits)
+        else:
+            request = read_header(header, limits)
         queued, most = parts.sessions.num_queued, self._settings.max_waiting_requests
         if queued >= most:
             raise WorkerError(

@@ -64,7 +64,8 @@ class WorkerServiceServicer:
 
     def Watch(self, request, context):
         """Reports identity once, then state and load whenever they change and at least every
-        `heartbeat_ms`. The stream ends when the worker stops.
+        `heartbeat_ms`. The stream ends when the worker stops, or once if its identity changes while
+        it loads (memory may allow a shorter context than the model); watch again for the new one.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
