@@ -15,6 +15,7 @@ pub mod model;
 pub mod openai;
 pub mod output;
 pub mod prompt;
+pub mod schema;
 pub mod stop;
 pub mod template;
 pub mod tokenizer;

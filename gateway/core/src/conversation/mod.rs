@@ -20,6 +20,7 @@ use crate::json::{Json, Object};
 use crate::model::{GenerationDefaults, OutputOptions, ThinkingMode, ToolSchema};
 use crate::openai::ChatRequest;
 use fields::Fields;
+use std::sync::Arc;
 
 /// Bounds a request must keep.
 #[derive(Clone, Debug, PartialEq)]
@@ -75,7 +76,7 @@ pub struct Conversation {
     /// Tools as declared, key order kept; empty if the model shall see none.
     pub tools: Vec<Json>,
     /// The same, as far as reading calls needs it.
-    pub tool_schemas: Vec<ToolSchema>,
+    pub tool_schemas: Arc<[ToolSchema]>,
     /// Whether calls are wanted.
     pub tool_choice: ToolChoice,
     /// Whether more than one call is wanted.
@@ -141,7 +142,7 @@ pub fn check_chat(request: ChatRequest, limits: &Limits) -> Result<Conversation,
         model,
         messages,
         tools: declared.tools,
-        tool_schemas: declared.schemas,
+        tool_schemas: declared.schemas.into(),
         tool_choice: declared.choice,
         parallel_tool_calls: body.boolean("parallel_tool_calls")?.unwrap_or(true),
         response_format: tools::response_format(&body)?,

@@ -90,7 +90,7 @@ pub struct OutputOptions {
     /// Decides the start state; never guessed from the prompt.
     pub thinking: ThinkingMode,
     /// Declared tools.
-    pub tools: Vec<ToolSchema>,
+    pub tools: Arc<[ToolSchema]>,
 }
 
 /// Everything gateway and worker must agree on; same names and order as the proto's `ModelFacts`.

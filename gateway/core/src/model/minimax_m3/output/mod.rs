@@ -1,0 +1,463 @@
+//! M3's output grammar as one table: thinking, answer and tool calls, read as they are generated.
+
+mod arguments;
+mod element;
+mod lexer;
+mod object;
+
+use super::{NAMESPACE, THINK_CLOSE, THINK_OPEN};
+use crate::model::{OutputOptions, ThinkingMode, ToolSchema};
+use crate::output::{OutputEvent, OutputParser, Stretch, TextClass};
+use arguments::ArgumentWriter;
+use lexer::{Lexeme, Lexer, Remainder, Tag, Watch};
+use std::sync::Arc;
+
+/// Where in the grammar the output stands.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum State {
+    /// At the start; the prompt opened no thinking.
+    Start,
+    /// At the start; the prompt opened the thinking.
+    ThinkingStart,
+    /// In the thinking.
+    Thinking,
+    /// Behind the thinking: white space alone is layout.
+    Gap,
+    /// In the answer.
+    Answer,
+    /// Behind a block of calls: white space alone is layout.
+    Pause,
+    /// In answer text behind a block of calls.
+    Afterword,
+    /// Behind a block's opening tag: a call, or mere talk about calls.
+    BlockOpening,
+    /// Behind a call's opening tag outside a block: a call, or mere talk about calls.
+    CallOpening,
+    /// In a block, between calls.
+    Block,
+    /// In a call.
+    Call,
+    /// In something in a block that is no call.
+    Broken,
+}
+
+/// What stands next in the output.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Symbol {
+    /// White space.
+    Blank,
+    /// Text that begins with something else.
+    Words,
+    ThinkOpen,
+    ThinkClose,
+    BlockOpen,
+    BlockClose,
+    /// With the name of a tool.
+    CallOpen,
+    CallClose,
+    /// Any other tag.
+    Open,
+    Close,
+}
+
+/// What is done with it.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Action {
+    /// Shown as thinking, after what was kept.
+    Think,
+    /// Shown as the answer, after what was kept.
+    Say,
+    /// Markup, with what was kept.
+    Drop,
+    /// Kept until it is known what it is.
+    Keep,
+    /// What was kept is text where it stood; the symbol is read again there.
+    Refuse,
+    /// A call begins; what was kept is markup.
+    Begin,
+    /// The kept call's opening counts; the symbol is read again in the call.
+    Accept,
+    /// Belongs to the call's arguments.
+    Argue,
+    /// The call ends.
+    End,
+    /// The call ends, and the symbol is read again behind it.
+    EndBefore,
+}
+
+/// The grammar. Every state has an answer to every symbol, so that no output is an error.
+fn step(state: State, symbol: Symbol) -> (Action, State) {
+    use Action::*;
+    use State::*;
+    use Symbol as S;
+    match (state, symbol) {
+        (Start, S::Blank) => (Keep, Start),
+        (Start, S::ThinkOpen) => (Drop, Thinking),
+        (Start, S::ThinkClose) => (Drop, Gap),
+        (Start, S::BlockOpen) => (Keep, BlockOpening),
+        (Start, S::CallOpen) => (Keep, CallOpening),
+        (Start, _) => (Say, Answer),
+
+        // a repeated opening tag says nothing new
+        (ThinkingStart, S::Blank) => (Keep, ThinkingStart),
+        (ThinkingStart, S::ThinkOpen) => (Drop, Thinking),
+        (ThinkingStart | Thinking, S::ThinkClose) => (Drop, Gap),
+        // a call without the closing tag ends the thinking
+        (ThinkingStart | Thinking, S::BlockOpen) => (Keep, BlockOpening),
+        (ThinkingStart | Thinking, S::CallOpen) => (Keep, CallOpening),
+        (ThinkingStart | Thinking, _) => (Think, Thinking),
+
+        (Gap, S::Blank) => (Keep, Gap),
+        (Pause, S::Blank) => (Keep, Pause),
+        (Gap | Pause, S::ThinkOpen) => (Drop, Thinking),
+        (Gap, S::ThinkClose) => (Drop, Gap),
+        (Gap | Pause | Answer | Afterword, S::BlockOpen) => (Keep, BlockOpening),
+        (Gap | Pause | Answer | Afterword, S::CallOpen) => (Keep, CallOpening),
+        // closing tags of a block that ended before them
+        (Pause, S::ThinkClose | S::BlockClose | S::CallClose) => (Drop, Pause),
+        (Afterword, S::BlockClose | S::CallClose) => (Drop, Afterword),
+        // thinking is read where it stands first; later tags are the model's own words
+        (Gap | Answer, _) => (Say, Answer),
+        (Pause | Afterword, _) => (Say, Afterword),
+
+        (BlockOpening, S::Blank | S::BlockOpen) => (Keep, BlockOpening),
+        (BlockOpening, S::CallOpen) => (Begin, Call),
+        (BlockOpening, S::Open | S::Close | S::CallClose) => (Drop, Broken),
+        (BlockOpening, _) => (Refuse, BlockOpening),
+
+        (CallOpening, S::Blank) => (Keep, CallOpening),
+        (CallOpening, S::Open | S::Close | S::CallClose) => (Accept, Call),
+        (CallOpening, _) => (Refuse, CallOpening),
+
+        (Block | Broken, S::CallOpen) => (Begin, Call),
+        (Block | Broken, S::BlockClose) => (Drop, Pause),
+        (Block, S::Words | S::ThinkOpen | S::ThinkClose) => (Say, Afterword),
+        (Block, S::Blank | S::BlockOpen | S::CallClose) => (Drop, Block),
+        (Block, S::Open | S::Close) => (Drop, Broken),
+        (Broken, S::CallClose) => (Drop, Block),
+        (Broken, _) => (Drop, Broken),
+
+        (Call, S::CallClose) => (End, Block),
+        (Call, S::BlockClose) => (End, Pause),
+        // the closing tag was left out
+        (Call, S::CallOpen | S::BlockOpen) => (EndBefore, Block),
+        (Call, _) => (Argue, Call),
+    }
+}
+
+impl State {
+    /// Which markers count here.
+    fn watch(self) -> Watch {
+        match self {
+            Self::Answer | Self::Afterword | Self::Block | Self::Call | Self::Broken => Watch::Tags,
+            _ => Watch::TagsAndThinking,
+        }
+    }
+
+    /// Where text goes that was kept here and is text after all.
+    fn after_text(self) -> Self {
+        match self {
+            Self::Start | Self::Gap => Self::Answer,
+            Self::ThinkingStart => Self::Thinking,
+            Self::Pause => Self::Afterword,
+            other => other,
+        }
+    }
+}
+
+/// A symbol with what it stands for.
+#[derive(Clone, Debug)]
+enum Piece {
+    Text(String),
+    Think(&'static str),
+    Tag(Tag),
+}
+
+impl Piece {
+    fn raw(self) -> String {
+        match self {
+            Self::Text(text) => text,
+            Self::Think(tag) => tag.to_owned(),
+            Self::Tag(tag) => tag.raw(),
+        }
+    }
+
+    fn num_bytes(&self) -> usize {
+        match self {
+            Self::Text(text) => text.len(),
+            Self::Think(tag) => tag.len(),
+            Self::Tag(tag) => tag.num_bytes(),
+        }
+    }
+}
+
+/// Reads M3's output.
+pub(super) struct M3Parser {
+    lexer: Lexer,
+    state: State,
+    /// Where the text stood that is kept now.
+    origin: State,
+    kept: String,
+    /// Name of the call whose opening is kept.
+    kept_name: String,
+    call: Option<ArgumentWriter>,
+    num_calls: usize,
+    tools: Arc<[ToolSchema]>,
+    account: Vec<Stretch>,
+}
+
+impl M3Parser {
+    pub(super) fn new(options: &OutputOptions) -> Self {
+        let state = match options.thinking {
+            ThinkingMode::Enabled => State::ThinkingStart,
+            ThinkingMode::Disabled | ThinkingMode::Adaptive => State::Start,
+        };
+        Self {
+            lexer: Lexer::new(),
+            state,
+            origin: state,
+            kept: String::new(),
+            kept_name: String::new(),
+            call: None,
+            num_calls: 0,
+            tools: options.tools.clone(),
+            account: Vec::new(),
+        }
+    }
+
+    fn lexeme(&mut self, lexeme: Lexeme, events: &mut Vec<OutputEvent>) {
+        match lexeme {
+            Lexeme::Text(text) => self.text(text, events),
+            Lexeme::ThinkOpen => self.read(Symbol::ThinkOpen, Piece::Think(THINK_OPEN), events),
+            Lexeme::ThinkClose => self.read(Symbol::ThinkClose, Piece::Think(THINK_CLOSE), events),
+            Lexeme::Tag(tag) => {
+                let symbol = self.symbol(&tag);
+                self.read(symbol, Piece::Tag(tag), events);
+            }
+        }
+    }
+
+    fn text(&mut self, mut text: String, events: &mut Vec<OutputEvent>) {
+        let num_blank = text.len() - text.trim_ascii_start().len();
+        let words = text.split_off(num_blank);
+        if !text.is_empty() {
+            self.read(Symbol::Blank, Piece::Text(text), events);
+        }
+        if !words.is_empty() {
+            self.read(Symbol::Words, Piece::Text(words), events);
+        }
+    }
+
+    /// What a tag is here: in a call the schema may have members named like structure.
+    fn symbol(&mut self, tag: &Tag) -> Symbol {
+        let call = self.call.as_mut();
+        match (tag.name.as_str(), tag.is_closing) {
+            (name, true) if call.as_ref().is_some_and(|call| call.has_open(name)) => Symbol::Close,
+            ("invoke", true) => Symbol::CallClose,
+            ("tool_call", true) => Symbol::BlockClose,
+            (name @ "tool_call", false) if call.is_some_and(|call| call.expects(name)) => {
+                Symbol::Open
+            }
+            ("tool_call", false) => Symbol::BlockOpen,
+            (name, false) if tool_name(name).is_some() => Symbol::CallOpen,
+            (_, false) => Symbol::Open,
+            (_, true) => Symbol::Close,
+        }
+    }
+
+    fn read(&mut self, symbol: Symbol, piece: Piece, events: &mut Vec<OutputEvent>) {
+        let (action, next) = step(self.state, symbol);
+        let before = std::mem::replace(&mut self.state, next);
+        match action {
+            Action::Think => self.show(TextClass::Reasoning, piece.raw(), events),
+            Action::Say => self.show(TextClass::Content, piece.raw(), events),
+            Action::Drop => {
+                self.drop_kept();
+                self.note(TextClass::Markup, piece.num_bytes());
+            }
+            Action::Keep => self.keep(before, symbol, piece),
+            Action::Refuse => {
+                self.refuse(events);
+                self.read(symbol, piece, events);
+            }
+            Action::Begin => {
+                self.drop_kept();
+                self.note(TextClass::Call, piece.num_bytes());
+                if let Piece::Tag(tag) = piece {
+                    self.begin(tool_name(&tag.name).unwrap_or_default(), events);
+                }
+            }
+            Action::Accept => {
+                self.drop_kept();
+                let name = std::mem::take(&mut self.kept_name);
+                self.begin(&name, events);
+                self.read(symbol, piece, events);
+            }
+            Action::Argue => self.argue(piece, events),
+            Action::End => {
+                self.note(TextClass::Call, piece.num_bytes());
+                self.end(events);
+            }
+            Action::EndBefore => {
+                self.end(events);
+                self.read(symbol, piece, events);
+            }
+        }
+    }
+
+    fn keep(&mut self, before: State, symbol: Symbol, piece: Piece) {
+        if !matches!(before, State::BlockOpening | State::CallOpening) {
+            self.origin = before;
+        }
+        if let (Symbol::CallOpen, Piece::Tag(tag)) = (symbol, &piece) {
+            self.kept_name = tool_name(&tag.name).unwrap_or_default().to_owned();
+        }
+        self.kept.push_str(&piece.raw());
+    }
+
+    fn refuse(&mut self, events: &mut Vec<OutputEvent>) {
+        self.state = self.origin.after_text();
+        let class = match self.state {
+            State::Thinking => TextClass::Reasoning,
+            _ => TextClass::Content,
+        };
+        self.show(class, String::new(), events);
+    }
+
+    /// Shows what was kept, and `text`.
+    fn show(&mut self, class: TextClass, text: String, events: &mut Vec<OutputEvent>) {
+        let text = match std::mem::take(&mut self.kept) {
+            kept if kept.is_empty() => text,
+            kept => kept + &text,
+        };
+        self.note(class, text.len());
+        match (class, events.last_mut()) {
+            _ if text.is_empty() => {}
+            (TextClass::Reasoning, Some(OutputEvent::Reasoning(last)))
+            | (TextClass::Content, Some(OutputEvent::Content(last))) => last.push_str(&text),
+            (TextClass::Reasoning, _) => events.push(OutputEvent::Reasoning(text)),
+            _ => events.push(OutputEvent::Content(text)),
+        }
+    }
+
+    fn drop_kept(&mut self) {
+        let num_bytes = self.kept.len();
+        self.kept.clear();
+        self.note(TextClass::Markup, num_bytes);
+    }
+
+    fn note(&mut self, class: TextClass, num_bytes: usize) {
+        match self.account.last_mut() {
+            _ if num_bytes == 0 => {}
+            Some(last) if last.class == class => last.num_bytes += num_bytes,
+            _ => self.account.push(Stretch { class, num_bytes }),
+        }
+    }
+
+    fn begin(&mut self, name: &str, events: &mut Vec<OutputEvent>) {
+        let declared = self.tools.iter().find(|tool| tool.name == name);
+        let parameters = declared.and_then(|tool| tool.parameters.as_ref());
+        self.call = Some(ArgumentWriter::new(parameters));
+        events.push(OutputEvent::CallStart { index: self.num_calls, name: name.to_owned() });
+        self.num_calls += 1;
+        self.send_arguments(events);
+    }
+
+    fn argue(&mut self, piece: Piece, events: &mut Vec<OutputEvent>) {
+        self.note(TextClass::Call, piece.num_bytes());
+        if let Some(call) = &mut self.call {
+            match piece {
+                Piece::Text(text) => call.text(&text),
+                Piece::Think(tag) => call.text(tag),
+                Piece::Tag(tag) if tag.is_closing => call.close(&tag.name),
+                Piece::Tag(tag) => call.open(&tag.name),
+            }
+        }
+        self.send_arguments(events);
+    }
+
+    fn end(&mut self, events: &mut Vec<OutputEvent>) {
+        if let Some(call) = &mut self.call {
+            call.end();
+        }
+        self.send_arguments(events);
+        self.call = None;
+        events.push(OutputEvent::CallEnd { index: self.num_calls.saturating_sub(1) });
+    }
+
+    /// Whether a tag that was cut off would have been markup here.
+    fn is_structure(&self, cut: &str) -> bool {
+        let tag = cut.strip_prefix(NAMESPACE).unwrap_or(cut);
+        let may_open = ["<tool_call>", "<invoke "]
+            .iter()
+            .any(|structure| structure.starts_with(tag) || tag.starts_with(structure));
+        may_open || !matches!(self.state.after_text(), State::Thinking | State::Answer)
+    }
+
+    fn send_arguments(&mut self, events: &mut Vec<OutputEvent>) {
+        let Some(call) = &mut self.call else { return };
+        let fragment = call.take_fragment();
+        let index = self.num_calls - 1;
+        match events.last_mut() {
+            _ if fragment.is_empty() => {}
+            Some(OutputEvent::CallArguments { index: last_index, fragment: last })
+                if *last_index == index =>
+            {
+                last.push_str(&fragment);
+            }
+            _ => events.push(OutputEvent::CallArguments { index, fragment }),
+        }
+    }
+}
+
+impl OutputParser for M3Parser {
+    fn push(&mut self, text: &str, events: &mut Vec<OutputEvent>) {
+        self.lexer.feed(text);
+        while let Some(lexeme) = self.lexer.next(self.state.watch()) {
+            self.lexeme(lexeme, events);
+        }
+    }
+
+    fn finish(&mut self, events: &mut Vec<OutputEvent>) {
+        match self.lexer.finish() {
+            // in a call the beginning of a mark is the end of the output, not of the value
+            Some(Remainder::Text(text)) if self.state == State::Call => {
+                self.note(TextClass::Call, text.len());
+            }
+            Some(Remainder::Text(text)) => self.text(text, events),
+            Some(Remainder::CutTag(text)) if self.is_structure(&text) => {
+                self.drop_kept();
+                self.note(TextClass::Markup, text.len());
+            }
+            Some(Remainder::CutTag(text)) => {
+                self.read(Symbol::Words, Piece::Text(text), events);
+            }
+            None => {}
+        }
+        match self.state {
+            // nothing but white space was said
+            State::Start => self.show(TextClass::Content, String::new(), events),
+            _ => self.drop_kept(),
+        }
+    }
+
+    fn take_account(&mut self) -> Vec<Stretch> {
+        std::mem::take(&mut self.account)
+    }
+}
+
+/// The tool that an opening tag's inside calls: `invoke name="NAME"`, quoted either way or not.
+fn tool_name(inside: &str) -> Option<&str> {
+    let rest = inside.strip_prefix("invoke")?;
+    let attribute = rest.trim_ascii_start();
+    if attribute.len() == rest.len() {
+        return None;
+    }
+    let value = attribute.strip_prefix("name")?.trim_ascii_start().strip_prefix('=')?.trim_ascii();
+    let quoted = |quote: char| value.strip_prefix(quote)?.strip_suffix(quote);
+    let name = quoted('"').or_else(|| quoted('\'')).unwrap_or(value);
+    (!name.is_empty()).then_some(name)
+}
+
+#[cfg(test)]
+mod tests;
