@@ -124,14 +124,35 @@ def test_preempted_requests_give_what_they_give_alone(prefix: bool) -> None:
     drive.check_clean()
 
 
-def test_preemption_takes_the_newest_first_and_spares_the_oldest() -> None:
-    drive = Drive(Stack(num_pages=10, prefix=False))
-    handles = [drive.add(text(prompt_of(8, salt), max_tokens=40)) for salt in range(4)]
+def test_preemption_takes_the_newest_and_no_more_than_needed() -> None:
+    # three sequences grow in step; at the 17th token each wants its third of six pages
+    drive = Drive(Stack(num_pages=6, prefix=False))
+    handles = [drive.add(text(prompt_of(7, salt), max_tokens=12)) for salt in range(3)]
     drive.drain()
-    preempted = [handle for plan in drive.plans for handle in plan.preempted]
-    assert preempted
-    assert preempted[0] == handles[-1]
-    assert handles[0] not in preempted
+    assert [plan.preempted for plan in drive.plans if plan.preempted] == [(handles[2],)]
+
+
+def test_newcomers_leave_the_pages_that_running_prompts_still_need() -> None:
+    drive = Drive(Stack(num_pages=6, prefix=False, limits=limits(batch=9)))
+    drive.add(text(prompt_of(40), max_tokens=2))
+    drive.step()
+    drive.add(text(prompt_of(16, 1), max_tokens=2))
+    drive.drain()
+    assert not any(plan.preempted for plan in drive.plans)
+
+
+def test_a_request_preempted_often_waits_until_nothing_can_preempt_it() -> None:
+    drive = Drive(Stack(num_pages=8, prefix=False))
+    older = drive.add(text(prompt_of(8), max_tokens=40))
+    drive.step()
+    often = drive.add(text(prompt_of(8, 1), max_tokens=20))
+    drive.sequences[often].num_preemptions = MAX_PREEMPTIONS
+    # together they may come to need 6 + 4 pages
+    while not drive.endings[older]:
+        plan = drive.step()
+        assert [row.handle for row in plan.rows] == [older]
+    drive.drain()
+    assert len(drive.tokens[often]) == 20
 
 
 def test_preemptions_of_a_request_are_bounded() -> None:
