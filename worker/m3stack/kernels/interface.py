@@ -69,6 +69,21 @@ class LayerPages:
     index_k_PBD: Tensor | None
 
 
+@dataclass(frozen=True, slots=True)
+class Mxfp8Weight:
+    """A weight kept in MXFP8; `quantised/mxfp8.py` says what its values are.
+
+    Attributes:
+        elements: float8_e4m3fn [..., out, in].
+        scales: uint8 [..., out, in / 32], E8M0.
+    """
+
+    elements: Tensor
+    scales: Tensor
+
+
+Weight = Tensor | Mxfp8Weight
+
 # x [..., M], weight [M], eps -> [..., M]: x * rsqrt(mean(x^2) + eps) * (1 + w), fp32 inside.
 GemmaNorm = Callable[[Tensor, Tensor, float], Tensor]
 
@@ -119,8 +134,12 @@ BlockAttention = Callable[[Tensor, LayerPages, Tensor, PagedRows, float], Tensor
 RouteTokens = Callable[[Tensor, Tensor, Tensor, int], tuple[Tensor, Tensor]]
 
 # x [T,M], gate_up [E,2F,M] (gate rows first), down [E,M,F], ids [T,k], weights [T,k], alpha, limit
-# -> [T,M]: weighted sum of the chosen experts' clamped SwiGLU; negative ids add nothing.
-RunExperts = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, float, float], Tensor]
+# -> [T,M]: weighted sum of the chosen experts' clamped SwiGLU; negative ids add nothing. Weights
+# in MXFP8 mean their decoded values; activations are never quantised.
+RunExperts = Callable[[Tensor, Weight, Weight, Tensor, Tensor, float, float], Tensor]
+
+# x [T,M], weight [N,M] -> [T,N] in the dtype of x: x W^T with the decoded weight, fp32 sums.
+LinearMxfp8 = Callable[[Tensor, Mxfp8Weight], Tensor]
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,6 +156,7 @@ class Kernels:
     block_attention: BlockAttention
     route_tokens: RouteTokens
     run_experts: RunExperts
+    linear_mxfp8: LinearMxfp8
 
 
 NO_BLOCK = -1

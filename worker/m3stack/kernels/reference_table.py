@@ -7,6 +7,7 @@ from m3stack.kernels.interface import Kernels
 from m3stack.kernels.moe import reference as moe
 from m3stack.kernels.msa import reference as msa
 from m3stack.kernels.pointwise import reference as pointwise
+from m3stack.kernels.quantised import reference as quantised
 
 
 def reference_kernels() -> Kernels:
@@ -22,4 +23,5 @@ def reference_kernels() -> Kernels:
         block_attention=msa.block_attention,
         route_tokens=moe.route_tokens,
         run_experts=moe.run_experts,
+        linear_mxfp8=quantised.linear_mxfp8,
     )
