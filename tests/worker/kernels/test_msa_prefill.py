@@ -30,6 +30,7 @@ from m3stack.kernels.msa.prefill.lists import (  # noqa: E402
     load_factor,
     tile_union,
 )
+from m3stack.kernels.msa.prefill.row_tiles import cut_tiles  # noqa: E402
 
 # the interpreter turns one-element arrays into loop bounds
 pytestmark = pytest.mark.filterwarnings("ignore:Conversion of an array:DeprecationWarning")
@@ -152,7 +153,7 @@ def test_tiles_never_cross_sequences_and_cover_every_row_with_keys():
     for tile in tiles:
         assert starts[tile.sequence] <= tile.first_row
         assert tile.first_row + tile.num_rows <= starts[tile.sequence + 1]
-    on_device = with_triton.cut_tiles(rows, starts[-1], 8, 1)
+    on_device = cut_tiles(rows, starts[-1], 8, 1)
     used = [tuple(row) for row in on_device.tolist() if row[1] > 0]
     assert used == [(t.first_row, t.num_rows, t.position, t.sequence) for t in tiles]
 

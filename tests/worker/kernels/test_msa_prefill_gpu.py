@@ -22,7 +22,7 @@ from m3stack.kernels.interface import NO_BLOCK, LayerPages
 from m3stack.kernels.msa import reference
 from m3stack.kernels.msa.prefill import with_triton
 from m3stack.kernels.msa.prefill.cuda_library import PrefillLibrary
-from m3stack.kernels.msa.prefill.lists import load_factor
+from m3stack.kernels.msa.prefill.lists import cut_rows, invert_blocks, load_factor, tile_union
 from m3stack.kernels.msa.prefill.with_cuda import (
     Arm,
     AttendPolicy,
@@ -33,6 +33,7 @@ from m3stack.kernels.msa.prefill.with_cuda import (
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(120)]
 
 CHOSEN, LOCAL = 16, 1
+TILES = (4, 8, 12)
 SCALE = 128**-0.5
 # bf16 weights and outputs against an fp32 softmax: 2^-9 rounding of each, seen 2 to 3e-3
 ATTENTION_LIMIT = 6e-3
@@ -69,12 +70,16 @@ def prefill(library) -> CudaPrefill:
 
 def attention_arms(library):
     """Name and function of every attention arm."""
-    arms = {
-        f"cuda {arm.name.lower()}": CudaPrefill(library, AttendPolicy(arm=arm)).block_attention
-        for arm in Arm
+    policies = {
+        f"unions of {size}": AttendPolicy(arm=Arm.UNION, tile_tokens=size) for size in TILES
     }
-    slabs = AttendPolicy(arm=Arm.KEY_MAJOR, slab_rows=300)
-    arms["cuda key-major in slabs"] = CudaPrefill(library, slabs).block_attention
+    policies["measured"] = AttendPolicy()
+    policies["key-major"] = AttendPolicy(arm=Arm.KEY_MAJOR)
+    policies["key-major in slabs"] = AttendPolicy(arm=Arm.KEY_MAJOR, slab_rows=300)
+    arms = {
+        f"cuda {name}": CudaPrefill(library, policy).block_attention
+        for name, policy in policies.items()
+    }
     for rows in (1, 4, 8):
 
         def portable(*arguments, rows=rows):
@@ -244,21 +249,78 @@ def test_every_arm_serves_any_list_of_blocks(library):
         check_attention(attention_arms(library), batch, blocks_GTK, name)
 
 
+@pytest.mark.parametrize("tile", TILES)
 @pytest.mark.parametrize("new_blocks", [0, 2, 15])
-def test_overlap_is_counted_and_decides_the_arm(library, new_blocks):
+def test_overlap_is_counted_and_decides_the_arm(library, new_blocks, tile):
     batch = make_batch(BatchShape(seq_lens=(50_000,), num_rows=(2048,)), device="cuda", seed=15)
     blocks_GTK = rolling_selection(batch.rows, 2048, 4, new_blocks, seed=1)
+    expected = load_factor(blocks_GTK.cpu(), cpu_rows(batch), tile) / tile
     outputs = {}
     for arm in Arm:
-        prefill = CudaPrefill(library, AttendPolicy(arm=arm))
-        outputs[arm] = prefill.block_attention(
-            batch.q_THD, batch.pages, blocks_GTK, batch.rows, SCALE
-        )
+        prefill = CudaPrefill(library, AttendPolicy(arm=arm, tile_tokens=tile))
+        for _ in range(2):
+            outputs[arm] = prefill.block_attention(
+                batch.q_THD, batch.pages, blocks_GTK, batch.rows, SCALE
+            )
         if arm != Arm.KEY_MAJOR:
-            expected = load_factor(blocks_GTK.cpu(), cpu_rows(batch), 8)
-            assert prefill.overlap()[1].load_factor == pytest.approx(expected)
+            assert prefill.overlap().chosen_blocks == 2 * blocks_GTK.numel()
+            assert prefill.overlap().loads == pytest.approx(expected)
     chosen = Arm.KEY_MAJOR if expected > AttendPolicy().load_limit else Arm.UNION
-    require_equal(outputs[Arm.MEASURED], outputs[chosen], what=f"load factor {expected:.2f}")
+    require_equal(outputs[Arm.MEASURED], outputs[chosen], what=f"loads {expected:.3f}")
+
+
+@pytest.mark.parametrize("tile", TILES)
+@pytest.mark.parametrize("name", ["edges", "two_groups", "many_sequences"])
+def test_union_lists_are_those_of_the_definition(library, prefill, name, tile):
+    batch = make_batch(SHAPES[name], device="cuda", seed=21)
+    blocks_GTK = choose(prefill, batch)
+    rows = cpu_rows(batch)
+    lists = CudaPrefill(library, AttendPolicy(tile_tokens=tile)).list_unions(blocks_GTK, batch.rows)
+    sizes, unions, blocks = lists.sizes_GN.cpu(), lists.unions_GNE2.cpu(), blocks_GTK.cpu()
+    tiles = [tuple(row) for row in lists.tiles_N4.tolist()]
+    expected_tiles = cut_rows(rows, tile)
+    for expected in expected_tiles:
+        length = rows.seq_lens_S[expected.sequence].item()
+        index = tiles.index((expected.first_row, expected.num_rows, expected.position, length))
+        for group in range(blocks.shape[0]):
+            union = tile_union(blocks[group], expected)
+            found = unions[group, index, : sizes[group, index]]
+            words = [word & 0xFFFFFFFF for word in found[:, 1].tolist()]
+            assert tuple(word & 0xFFFFF for word in words) == union.blocks
+            assert tuple(word >> 20 for word in words) == union.members
+            table = rows.page_table_SJ[expected.sequence]
+            assert found[:, 0].tolist() == table[list(union.blocks)].tolist()
+    others = [row for row in tiles if row[2] < 0]
+    assert len(others) + len(expected_tiles) == len(tiles)
+
+
+@pytest.mark.parametrize("name", ["edges", "two_groups", "many_sequences", "all_empty"])
+def test_the_inversion_is_that_of_the_definition(prefill, name):
+    batch = make_batch(SHAPES[name], device="cuda", seed=22)
+    blocks_GTK = choose(prefill, batch)
+    blocks_GTK[:, ::7, 2:5] = NO_BLOCK
+    lists = prefill.invert(blocks_GTK, batch.rows)
+    groups, max_blocks = blocks_GTK.shape[0], lists.counts.shape[2]
+    expected = invert_blocks(blocks_GTK.cpu(), cpu_rows(batch), max_blocks)
+    num_edges, num_pieces = lists.slices[-1].tolist()
+    assert num_edges == len(expected.edges_E)
+    assert lists.edges[:num_edges].tolist() == expected.edges_E.tolist()
+    per_sequence = -(-max_blocks // 1024)
+    bucket = torch.arange(len(expected.starts_N1) - 1)
+    slice_of = bucket // max_blocks * per_sequence + bucket % max_blocks // 1024
+    records, slices = lists.buckets.cpu().long(), lists.slices.cpu().long()
+    starts = slices[slice_of, 0] + records[:, 0]
+    full = records[:, 2] > 0
+    assert torch.equal(records[:, 2], expected.starts_N1.diff())
+    assert torch.equal(starts[full], expected.starts_N1[:-1][full])
+    # pieces cover every edge once, in order
+    pieces = lists.pieces[:num_pieces].cpu().long()
+    assert bool((pieces[:, 5] > 0).all())
+    assert bool((pieces[:, 5] <= 64).all())
+    ends = (pieces[:, 4] + pieces[:, 5]).tolist()
+    assert [0, *ends[:-1]] == pieces[:, 4].tolist() or num_pieces == 0
+    assert sum(pieces[:, 5].tolist()) == num_edges
+    assert set(pieces[:, 1].tolist()) <= set(range(groups))
 
 
 def cpu_rows(batch: MsaBatch):
@@ -300,7 +362,7 @@ def test_a_hundred_graph_replays_follow_changing_lengths(library):
     lengths, num_rows = (6000, 2049, 700, 20_000), (300, 2049, 1, 900)
     shape = BatchShape(seq_lens=lengths, max_seq_len=20_480, num_rows=num_rows)
     batch = with_small_integers(make_batch(shape, device="cuda", seed=18))
-    prefill = CudaPrefill(library, AttendPolicy(load_limit=2.0))
+    prefill = CudaPrefill(library, AttendPolicy(load_limit=0.25))
     choose(prefill, batch)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):

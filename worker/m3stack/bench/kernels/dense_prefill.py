@@ -1,4 +1,4 @@
-"""Dense causal prefill over the same pages, the peer of sparse prefill: FlashInfer FA3, else SDPA."""
+"""Dense causal prefill over the same pages, to compare with: FlashInfer FA3, else SDPA."""
 
 from __future__ import annotations
 

@@ -48,7 +48,7 @@ CHECKED_ROWS = 192
 
 @dataclass(frozen=True, slots=True)
 class PrefillShape:
-    """A chunk of new rows behind a prefix, and how many blocks a row has that its neighbour lacks."""
+    """New rows behind a prefix, and how many blocks a row has that its neighbour lacks."""
 
     chunk: int
     prefix: int

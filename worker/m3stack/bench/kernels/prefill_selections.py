@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from m3stack.kernels.interface import NO_BLOCK, PagedRows
-from m3stack.kernels.msa.prefill.with_triton import row_positions
+from m3stack.kernels.msa.prefill.row_tiles import row_positions
 
 MEASURED_LIKE, IDENTICAL, DISJOINT = 2, 0, 15
 

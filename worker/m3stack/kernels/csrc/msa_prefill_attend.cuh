@@ -10,6 +10,12 @@ namespace m3 {
 constexpr int kHeads = 16;   // query heads of a KV group, the rows of a warp
 constexpr int kChosen = 16;  // most blocks a row may choose
 constexpr int kWarpgroupTokens = 4;
+// a union entry holds the block below, a bit for each of up to 12 tokens above
+constexpr int kMemberShift = 20;
+constexpr unsigned kBlockMask = (1u << kMemberShift) - 1;
+
+// Adding to one address from every tile would take longer than building the unions.
+constexpr int kCounters = 8;
 
 struct AttendArguments {
   __nv_bfloat16* out;                // [T, H, D]
@@ -17,27 +23,34 @@ struct AttendArguments {
   const int* query_start;            // [S + 1]
   const int* seq_lens;               // [S]
   const int* page_table;             // [S, J]
-  unsigned long long* selections;    // [2]: sum of union sizes, sum of chosen blocks
+  unsigned long long* selections;    // [kCounters, 2]: union sizes, chosen blocks; sums of this run
   unsigned long long* totals;        // [2]: the same, summed over runs
   int4* tiles;                       // [tiles]: first token, tokens, its position, length
   int* union_sizes;                  // [G, tiles]
-  int2* unions;                      // [G, tiles, tile tokens * 16]: page, block | tokens << 24
+  int2* unions;                      // [G, tiles, tile tokens * 16]: page, block | tokens << 20
   float scale;
   int num_tokens, num_heads, num_groups, num_sequences, table_pitch;
   int num_tiles, num_blocks;
-  int tile_tokens;                   // 4 or 8
+  int tile_tokens;                   // 4, 8 or 12
   int arm;                           // one of Arm
-  int load_limit;                    // sixteenths, see union_arm_chosen
+  int load_limit;                    // 1,024ths, see union_arm_chosen
 };
 
 enum Arm { kMeasured = 0, kUnion = 1, kKeyMajor = 2 };
 
-// Where the arm is measured, the union arm runs while a tile loads at most load_limit / 16 times the
-// keys of one of its tokens. Both arms read the same two counters, so exactly one of them runs.
+__device__ __forceinline__ unsigned long long selection_sum(const AttendArguments& a, int which) {
+  unsigned long long sum = 0;
+#pragma unroll
+  for (int i = 0; i < kCounters; ++i) sum += a.selections[2 * i + which];
+  return sum;
+}
+
+// Where the arm is measured, the union arm runs while it loads at most load_limit / 1,024 blocks for
+// each block that a row chose. Both arms read the same counters, so exactly one of them runs.
 __device__ __forceinline__ bool union_arm_chosen(const AttendArguments& a) {
   if (a.arm != kMeasured) return a.arm == kUnion;
-  return a.selections[0] * (16 * a.tile_tokens) <=
-         a.selections[1] * static_cast<unsigned long long>(a.load_limit);
+  return selection_sum(a, 0) * 1024 <=
+         selection_sum(a, 1) * static_cast<unsigned long long>(a.load_limit);
 }
 
 // Rows [first, last) of the step that a sequence owns; sequence num_sequences owns what is left over.

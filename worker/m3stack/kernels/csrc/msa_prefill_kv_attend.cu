@@ -11,6 +11,7 @@ namespace m3 {
 constexpr int kReaders = 3;  // warpgroups that multiply
 constexpr int kKeyStages = 2;
 constexpr int kQueryStages = 2;
+constexpr int kCombineBlocks = 8;  // thread blocks of the sum on one SM
 
 struct KeyMajorShared {
   alignas(1024) uint8_t keys[kKeyStages][kPageBytes];
@@ -183,13 +184,11 @@ __global__ void __launch_bounds__((kReaders + 1) * kWarpgroup, 1)
   }
 }
 
-// Adds a row's partials in slot order; 16 lanes a (row, head). Slots a row lacks are never read.
-__global__ void __launch_bounds__(256) combine_partials(const InvertArguments v) {
-  if (union_arm_chosen(v.base)) return;
-  const int64_t index = (int64_t(blockIdx.x) * blockDim.x + threadIdx.x) / 16;
-  const int heads = v.base.num_heads;
-  if (index >= int64_t(v.num_tokens) * heads) return;
-  const int token = int(index / heads), head = int(index % heads), lane = threadIdx.x & 15;
+// Adds one (row, head)'s partials in slot order, 16 lanes together. Slots without a block are not
+// read: they hold what an earlier step left.
+__device__ __forceinline__ void combine_row(const InvertArguments& v, int64_t index) {
+  const int heads = v.base.num_heads, lane = threadIdx.x & 15;
+  const int token = int(index / heads), head = int(index % heads);
   const int64_t first = int64_t(token) * kChosen * heads + head;
   const float lse = v.partial_lse[first + int64_t(lane) * heads];
   float highest = lse;
@@ -219,8 +218,18 @@ __global__ void __launch_bounds__(256) combine_partials(const InvertArguments v)
   result.y = pack_bf16(sums[2] * factor, sums[3] * factor);
   result.z = pack_bf16(sums[4] * factor, sums[5] * factor);
   result.w = pack_bf16(sums[6] * factor, sums[7] * factor);
-  reinterpret_cast<uint4*>(v.base.out + (int64_t(v.first_token + token) * heads + head) *
-                                            kDim)[lane] = result;
+  reinterpret_cast<uint4*>(v.base.out +
+                           (int64_t(v.first_token + token) * heads + head) * kDim)[lane] = result;
+}
+
+// A grid of fixed size: where the other arm ran, it must be cheap to leave.
+__global__ void __launch_bounds__(256) combine_partials(const InvertArguments v) {
+  if (union_arm_chosen(v.base)) return;
+  // a multiple of 16 heads: the two halves of a warp end together
+  const int64_t count = int64_t(v.num_tokens) * v.base.num_heads;
+  for (int64_t index = (int64_t(blockIdx.x) * blockDim.x + threadIdx.x) / 16; index < count;
+       index += int64_t(gridDim.x) * blockDim.x / 16)
+    combine_row(v, index);
 }
 
 }  // namespace m3
@@ -239,7 +248,6 @@ extern "C" int m3_prefill_attend_key_major(const m3::InvertArguments* arguments,
   if (error != cudaSuccess) return error;
   attend_key_major<<<workers, (kReaders + 1) * kWarpgroup, kBytes, stream>>>(
       v, encoded[0], encoded[1], encoded[2]);
-  const int64_t threads = int64_t(v.num_tokens) * v.base.num_heads * 16;
-  combine_partials<<<int((threads + 255) / 256), 256, 0, stream>>>(v);
+  combine_partials<<<workers * kCombineBlocks, 256, 0, stream>>>(v);
   return cudaGetLastError();
 }

@@ -5,130 +5,14 @@
 // in several places leaves one sorted list of 16 keys per row and piece, merged afterwards. Page
 // scores never reach memory. Ranked pages lie below a row's local blocks, hence are full and wholly
 // visible: no mask is needed inside a page.
-#include "msa_prefill_hopper.cuh"
+#include "msa_prefill_score.cuh"
 
 namespace m3 {
 
-constexpr int kTileRows = 256;
-constexpr int kRanked = 16;
 constexpr int kScoreStages = 5;
 constexpr int kScoreThreads = 3 * kWarpgroup;
 constexpr int kListPitch = kRanked + 2;  // 144 bytes: spreads rows over the banks
 constexpr uint32_t kOrderedMinusInfinity = 0x007fffffu;
-
-struct ScoreArguments {
-  const __nv_bfloat16* index_q;  // [T, G, D]
-  const int* query_start;        // [S + 1]
-  const int* seq_lens;           // [S]
-  const int* page_table;         // [S, J]
-  int4* tiles;                   // first row, rows, (position of row 0) * G, sequence
-  int* sequence_tiles;           // [S + 2] prefix of tiles
-  int* work_start;               // [tiles + 1] prefix of pages; the last entry is all work
-  unsigned long long* lists;     // [tiles + SMs, 256, 16]
-  int* chosen;                   // [G, T, K]
-  int num_tokens, num_groups, num_sequences, table_pitch;
-  int num_tiles, num_workers, num_blocks, num_local;
-};
-
-// A tile of rows of no sequence, or of an empty one, has this position.
-constexpr int kNoPosition = -1;
-
-__device__ __forceinline__ int rows_of(const ScoreArguments& a, int sequence) {
-  const int last = sequence < a.num_sequences ? a.query_start[sequence + 1] : a.num_tokens;
-  return (last - a.query_start[sequence]) * a.num_groups;
-}
-
-__device__ int block_scan(int value, int* total) {
-  __shared__ int warp_sums[32];
-  const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
-  int sum = value;
-#pragma unroll
-  for (int step = 1; step < 32; step *= 2) {
-    const int other = __shfl_up_sync(~0u, sum, step);
-    if (lane >= step) sum += other;
-  }
-  if (lane == 31) warp_sums[warp] = sum;
-  __syncthreads();
-  int before = 0, all = 0;
-  for (int i = 0; i < (blockDim.x >> 5); ++i) {
-    if (i < warp) before += warp_sums[i];
-    all += warp_sums[i];
-  }
-  __syncthreads();
-  *total = all;
-  return before + sum - value;
-}
-
-// Greatest i in [0, count) with starts[i] <= value; starts[0] <= value.
-__device__ __forceinline__ int last_at_or_before(const int* starts, int count, int value) {
-  int low = 0, high = count;
-  while (high - low > 1) {
-    const int middle = (low + high) / 2;
-    if (starts[middle] <= value) low = middle;
-    else high = middle;
-  }
-  return low;
-}
-
-__device__ __forceinline__ int ranked_pages(int position, int num_local) {
-  return max(0, position / kPage - num_local + 1);
-}
-
-__device__ int4 make_tile(const ScoreArguments& a, int tile) {
-  if (tile >= a.sequence_tiles[a.num_sequences + 1]) return make_int4(0, 0, kNoPosition, 0);
-  const int sequence = last_at_or_before(a.sequence_tiles, a.num_sequences + 1, tile);
-  const int first = (tile - a.sequence_tiles[sequence]) * kTileRows;
-  const int rows = rows_of(a, sequence);
-  const int length = sequence < a.num_sequences ? a.seq_lens[sequence] : 0;
-  const int position = length > 0 ? length * a.num_groups - rows + first : kNoPosition;
-  return make_int4(a.query_start[sequence] * a.num_groups + first, min(kTileRows, rows - first),
-                   position, sequence);
-}
-
-// Cuts every sequence into tiles; rows past the last sequence form one more, empty one.
-__global__ void __launch_bounds__(1024) plan_tiles(const ScoreArguments a) {
-  int before = 0, total;
-  for (int base = 0; base <= a.num_sequences; base += blockDim.x) {
-    const int sequence = base + threadIdx.x;
-    const int rows = sequence <= a.num_sequences ? rows_of(a, sequence) : 0;
-    const int first = before + block_scan((rows + kTileRows - 1) / kTileRows, &total);
-    if (sequence <= a.num_sequences) a.sequence_tiles[sequence] = first;
-    before += total;
-  }
-  if (threadIdx.x == 0) a.sequence_tiles[a.num_sequences + 1] = before;
-  __syncthreads();
-  before = 0;
-  for (int base = 0; base < a.num_tiles; base += blockDim.x) {
-    const int tile = base + threadIdx.x;
-    int pages = 0;
-    if (tile < a.num_tiles) {
-      const int4 record = make_tile(a, tile);
-      a.tiles[tile] = record;
-      if (record.z >= 0)
-        pages = ranked_pages((record.z + record.y - 1) / a.num_groups, a.num_local);
-    }
-    const int start = before + block_scan(pages, &total);
-    if (tile < a.num_tiles) a.work_start[tile] = start;
-    before += total;
-  }
-  if (threadIdx.x == 0) a.work_start[a.num_tiles] = before;
-}
-
-// Workers that have work: each of them owns at least one page, so every list they leave is written.
-__device__ __forceinline__ int active_workers(const ScoreArguments& a) {
-  return min(a.num_workers, a.work_start[a.num_tiles]);
-}
-
-// Worker w owns the work from here up to where worker w + 1 starts.
-__device__ __forceinline__ int worker_start(const ScoreArguments& a, int worker) {
-  const int active = active_workers(a), all = a.work_start[a.num_tiles];
-  return worker >= active ? all : int(int64_t(worker) * all / active);
-}
-
-__device__ __forceinline__ int worker_of(const ScoreArguments& a, int work) {
-  const int64_t active = active_workers(a), all = a.work_start[a.num_tiles];
-  return int(((int64_t(work) + 1) * active + all - 1) / all) - 1;
-}
 
 // One tile's pages as one worker sees them.
 struct Piece {
@@ -321,6 +205,8 @@ __global__ void __launch_bounds__(kScoreThreads, 1)
     prefetch_map(&keys);
   }
   __syncthreads();
+  chain_release();
+  chain_wait();
   if (threadIdx.x < kWarpgroup) {
     give_registers<24>();
     if (threadIdx.x < 32) copy_pages(a, &keys, shared);
@@ -336,100 +222,18 @@ __global__ void __launch_bounds__(kScoreThreads, 1)
   }
 }
 
-// ---- merge: one row's sorted lists to the chosen blocks ----
-
-// Lanes 0-15 hold a descending list, lanes 16-31 another; afterwards lanes 0-15 hold the best 16.
-__device__ __forceinline__ unsigned long long merge_lists(unsigned long long key) {
-  const int lane = threadIdx.x & 31;
-  // reversing the upper half makes the whole bitonic
-  key = __shfl_sync(~0u, key, lane < 16 ? lane : 47 - lane);
-#pragma unroll
-  for (int step = 16; step > 0; step /= 2) {
-    const unsigned long long other = __shfl_xor_sync(~0u, key, step);
-    const bool greater = (lane & step) == 0;
-    key = (key > other) == greater ? key : other;
-  }
-  return key;
-}
-
-// Ascending ids of the ranked blocks, then the local blocks, then -1. Lane i keeps entry i.
-__device__ __forceinline__ int order_blocks(const ScoreArguments& a, unsigned long long key,
-                                            int position) {
-  const int lane = threadIdx.x & 31;
-  const int own = position / kPage;
-  const int local = position < 0 ? 0 : min(min(a.num_local, own + 1), a.num_blocks);
-  const bool kept = lane < a.num_blocks - local && key != 0;
-  const int block = kept ? int(~uint32_t(key)) : 0x7fffffff;
-  const int ranked = __popc(__ballot_sync(~0u, kept));
-  int place = 0;
-  for (int i = 0; i < kRanked; ++i) place += __shfl_sync(~0u, block, i) < block;
-  int chosen = -1;
-  for (int i = 0; i < kRanked; ++i) {
-    const int other = __shfl_sync(~0u, block, i), target = __shfl_sync(~0u, place, i);
-    if (i < ranked && target == lane) chosen = other;
-  }
-  // ranked entries are a prefix of the lanes, since the list is sorted and empty keys are last
-  if (lane >= ranked && lane < ranked + local) chosen = own - local + 1 + lane - ranked;
-  return chosen;
-}
-
-template <int kWarpsPerRow>
-__global__ void __launch_bounds__(128) merge_pieces(const ScoreArguments a) {
-  __shared__ unsigned long long partial[4][kRanked];
-  const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
-  const int row = blockIdx.x * (4 / kWarpsPerRow) + warp / kWarpsPerRow;
-  const int tile_index = blockIdx.y;
-  const int4 tile = a.tiles[tile_index];
-  const bool present = row < tile.y;
-  if (kWarpsPerRow == 1 && !present) return;
-  const int start = a.work_start[tile_index], end = a.work_start[tile_index + 1];
-  unsigned long long key = 0;
-  if (present && end > start) {
-    const int first = worker_of(a, start), last = worker_of(a, end - 1);
-    const unsigned long long* lists =
-        a.lists + (int64_t(tile_index) * kTileRows + row) * kRanked + (lane & 15);
-    const int64_t pitch = int64_t(kTileRows) * kRanked;
-    for (int worker = first + warp % kWarpsPerRow; worker <= last; worker += kWarpsPerRow) {
-      if (lane >= 16) key = lists[worker * pitch];
-      key = merge_lists(key);
-    }
-  }
-  if (kWarpsPerRow > 1) {
-    if (lane < 16) partial[warp][lane] = key;
-    __syncthreads();
-    if (warp > 0 || !present) return;
-    for (int other = 1; other < kWarpsPerRow; ++other) {
-      if (lane >= 16) key = partial[other][lane - 16];
-      key = merge_lists(key);
-    }
-  }
-  if (lane >= 16) key = 0;
-  const int position = tile.z == kNoPosition ? -1 : (tile.z + row) / a.num_groups;
-  const int chosen = order_blocks(a, key, position);
-  const int flat = tile.x + row, token = flat / a.num_groups, group = flat % a.num_groups;
-  if (lane < a.num_blocks)
-    a.chosen[(int64_t(group) * a.num_tokens + token) * a.num_blocks + lane] = chosen;
-}
-
 }  // namespace m3
 
-// Returns a cudaError_t. `keys` is an encoded map of [P, 128, 128] bf16 with boxes of 64 x 128 x 1.
-extern "C" int m3_prefill_choose(const m3::ScoreArguments* arguments, const void* keys,
-                                 void* stream_handle) {
+// Scores every page of every tile; `keys` is an encoded map of [P, 128, 128] bf16 with boxes of
+// 64 x 128 x 1. Returns a cudaError_t.
+extern "C" int m3_prefill_score(const m3::ScoreArguments* arguments, const void* keys,
+                                void* stream_handle) {
   using namespace m3;
-  const ScoreArguments& a = *arguments;
-  const auto stream = static_cast<cudaStream_t>(stream_handle);
   const int bytes = sizeof(ScoreShared) + 1024;
-  cudaError_t error =
+  const cudaError_t error =
       cudaFuncSetAttribute(score_tiles, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
   if (error != cudaSuccess) return error;
-  plan_tiles<<<1, 1024, 0, stream>>>(a);
-  score_tiles<<<a.num_workers, kScoreThreads, bytes, stream>>>(
-      a, *static_cast<const CUtensorMap*>(keys));
-  // few tiles are cut into many pieces each
-  if (a.num_tiles <= 32)
-    merge_pieces<4><<<dim3(kTileRows, a.num_tiles), 128, 0, stream>>>(a);
-  else
-    merge_pieces<1><<<dim3(kTileRows / 4, a.num_tiles), 128, 0, stream>>>(a);
-  return cudaGetLastError();
+  return launch_chained(score_tiles, dim3(arguments->num_workers), kScoreThreads, bytes,
+                        static_cast<cudaStream_t>(stream_handle), *arguments,
+                        *static_cast<const CUtensorMap*>(keys));
 }

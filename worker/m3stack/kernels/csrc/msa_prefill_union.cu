@@ -1,108 +1,24 @@
-// Prefill attention by query tiles: 4 or 8 neighbouring tokens read the union of their blocks once.
+// Prefill attention by query tiles: 4, 8 or 12 neighbouring tokens read the union of their blocks once.
 //
 // A tile never crosses sequences. Every row attends exactly its own blocks: a union entry carries
 // one bit a token, and a warp is one token. One warpgroup is four tokens and skips blocks that none
-// of them chose. Keys of the next block multiply while this block's weights meet its values.
+// of them chose. One or two warpgroups overlap the keys of the next block with the values of this
+// one; three have no registers for that, and overlap with each other.
 #include "msa_prefill_attend.cuh"
 
 namespace m3 {
 
-constexpr int kUnionStages = 3;
-constexpr int kNothing = 0x7fffffff;
-
-// ---- unions ----
-
-template <int kTokens>
-__device__ int4 describe_tile(const AttendArguments& a, int2 place) {
-  if (place.x < 0) return make_int4(0, 0, -1, 0);
-  const int2 rows = sequence_rows(a, place.x);
-  const int length = place.x < a.num_sequences ? a.seq_lens[place.x] : 0;
-  const int position = length > 0 ? length - (rows.y - place.y) : -1;
-  return make_int4(place.y, min(kTokens, rows.y - place.y), position, length);
-}
-
-// One thread a (token, slot). Lists are sorted first, so any order of blocks is accepted.
-template <int kTokens>
-__global__ void __launch_bounds__(kTokens * kChosen) build_unions(const AttendArguments a) {
-  __shared__ int lists[kTokens][kChosen], firsts[kTokens][kChosen + 1];
-  __shared__ int4 shared_tile;
-  __shared__ int sequence, size, edges;
-  const int tile_index = blockIdx.x, group = blockIdx.y;
-  if (threadIdx.x < 32) {
-    const int2 place = locate_tile(a, tile_index, kTokens, 0, a.num_tokens);
-    if (threadIdx.x == 0) {
-      shared_tile = describe_tile<kTokens>(a, place);
-      sequence = place.x;
-      size = edges = 0;
-      if (group == 0) a.tiles[tile_index] = shared_tile;
-    }
-  }
-  __syncthreads();
-  const int4 tile = shared_tile;
-  const int token = threadIdx.x / kChosen, slot = threadIdx.x % kChosen;
-  int block = kNothing;
-  if (token < tile.y && slot < a.num_blocks && tile.z >= 0) {
-    const int64_t row = int64_t(group) * a.num_tokens + tile.x + token;
-    const int chosen = a.blocks[row * a.num_blocks + slot];
-    // a block after the row has no key for it, and its table entry may be no address
-    if (chosen >= 0 && chosen <= (tile.z + token) / kPage) block = chosen;
-  }
-  int rank = 0;
-#pragma unroll
-  for (int i = 0; i < kChosen; ++i) {
-    const int other = __shfl_sync(~0u, block, i, kChosen);
-    rank += other < block || (other == block && i < slot);
-  }
-  lists[token][rank] = block;
-  __syncthreads();
-  block = lists[token][slot];
-  unsigned members = 0;
-  int lower[kTokens];
-#pragma unroll
-  for (int i = 0; i < kTokens; ++i) {
-    int at = 0;
-#pragma unroll
-    for (int step = 8; step > 0; step /= 2) at += lists[i][at + step - 1] < block ? step : 0;
-    at += lists[i][at] < block;
-    lower[i] = at;
-    if (at < kChosen && lists[i][at] == block) members |= 1u << i;
-  }
-  const bool present = block != kNothing;
-  const bool first = present && (members & ((1u << token) - 1)) == 0;
-  const unsigned half_mask = 0xffffu << (threadIdx.x & 16);
-  const unsigned first_bits = (__ballot_sync(~0u, first) & half_mask) >> (threadIdx.x & 16);
-  firsts[token][slot + 1] = __popc(first_bits & ((2u << slot) - 1));
-  if (slot == 0) firsts[token][0] = 0;
-  const unsigned held = __ballot_sync(~0u, present);
-  if ((threadIdx.x & 31) == 0) atomicAdd(&edges, __popc(held));
-  __syncthreads();
-  if (first) {
-    int place = 0;
-#pragma unroll
-    for (int i = 0; i < kTokens; ++i) place += firsts[i][lower[i]];
-    const int64_t list = (int64_t(group) * a.num_tiles + tile_index) * (kTokens * kChosen);
-    const int page = a.page_table[int64_t(sequence) * a.table_pitch + block];
-    a.unions[list + place] = make_int2(page, block | (members << 24));
-    atomicAdd(&size, 1);
-  }
-  __syncthreads();
-  if (threadIdx.x == 0) {
-    a.union_sizes[group * a.num_tiles + tile_index] = size;
-    atomicAdd(&a.selections[0], static_cast<unsigned long long>(size));
-    atomicAdd(&a.selections[1], static_cast<unsigned long long>(edges));
-  }
-}
-
-// ---- attention ----
-
+constexpr int kKeyStages = 3;
+template <int kWarpgroups>
+constexpr int kValueStages = kWarpgroups == 3 ? 2 : 3;
 template <int kWarpgroups>
 struct UnionShared {
-  alignas(1024) uint8_t keys[kUnionStages][kPageBytes];
-  uint8_t values[kUnionStages][kPageBytes];
+  alignas(1024) uint8_t keys[kKeyStages][kPageBytes];
+  uint8_t values[kValueStages<kWarpgroups>][kPageBytes];
   uint8_t queries[2][kWarpgroups * 8192];  // halves of 64 columns; 64 rows a warpgroup
   unsigned entries[kWarpgroups][4 * kWarpgroups * kChosen];
-  uint64_t key_full[kUnionStages], key_empty[kUnionStages];
-  uint64_t value_full[kUnionStages], value_empty[kUnionStages];
+  uint64_t key_full[kKeyStages], key_empty[kKeyStages];
+  uint64_t value_full[kValueStages<kWarpgroups>], value_empty[kValueStages<kWarpgroups>];
   uint64_t query_full, query_empty;
 };
 
@@ -127,7 +43,7 @@ template <int kWarpgroups, bool kKeys>
 __device__ void copy_union_pages(const AttendArguments& a, const CUtensorMap* pages,
                                  const CUtensorMap* queries, UnionShared<kWarpgroups>& shared) {
   const int lane = threadIdx.x & 31;
-  Ring<kUnionStages> ring;
+  Ring<kKeys ? kKeyStages : kValueStages<kWarpgroups>> ring;
   uint32_t query_parity = 1;
   for (int index = blockIdx.x; index < a.num_tiles * a.num_groups; index += gridDim.x) {
     const UnionItem item = union_item<kWarpgroups>(a, index);
@@ -163,19 +79,21 @@ __device__ void copy_union_pages(const AttendArguments& a, const CUtensorMap* pa
 // How far a warpgroup may look for its next keys while it still holds the values of a block. Its
 // unread values then lag its keys by at most twice this less one. For two warpgroups to wait for
 // each other, one for keys and one for values, that lag must exceed twice the stages.
-constexpr int kLookahead = kUnionStages;
+template <int kWarpgroups>
+constexpr int kLookahead = kWarpgroups == 3 ? 0 : kKeyStages;
 
 // One warpgroup's way through the two rings. Blocks it does not need are let go, each after its
 // arrival: a stage must not be released twice in one pass.
 template <int kWarpgroups>
 struct UnionReader {
   UnionShared<kWarpgroups>& shared;
-  Ring<kUnionStages> keys, values;
+  Ring<kKeyStages> keys;
+  Ring<kValueStages<kWarpgroups>> values;
   int warpgroup;
   int next_key, next_value;  // indices into the union
 
   __device__ __forceinline__ int find_next(int from, int size) const {
-    while (from < size && !((shared.entries[warpgroup][from] >> (24 + 4 * warpgroup)) & 15))
+    while (from < size && !((shared.entries[warpgroup][from] >> (kMemberShift + 4 * warpgroup)) & 15))
       ++from;
     return from;
   }
@@ -229,7 +147,7 @@ __device__ __forceinline__ float2 weigh_block(float (&scores)[64], SoftmaxRows& 
     for (int i = 0; i < 64; ++i) asm volatile("mov.f32 %0, 0f00000000;" : "+f"(scores[i]));
     return make_float2(1, 1);
   }
-  const int visible = token.position + 1 - int(entry & 0xffffff) * kPage;
+  const int visible = token.position + 1 - int(entry & kBlockMask) * kPage;
   if (visible < kPage) hide_keys(scores, visible);
   return soften(scores, rows, token.scale_log2);
 }
@@ -253,7 +171,7 @@ struct UnionTile {
   }
   __device__ __forceinline__ void prepare_values(int index) {
     reader.await_values(index);
-    const int written = token.length - int(entry(index) & 0xffffff) * kPage;
+    const int written = token.length - int(entry(index) & kBlockMask) * kPage;
     if (written < kPage)
       zero_unwritten(reader.shared.values[reader.values.stage], max(written, 0),
                      reader.warpgroup);
@@ -305,7 +223,7 @@ __device__ __forceinline__ void attend_union(UnionTile<kWarpgroups>& tile, int s
     tile.begin_block(current);
     for (int next = reader.find_next(current + 1, size); next < size;
          next = reader.find_next(current + 1, size)) {
-      if (next - current <= kLookahead) {
+      if (kLookahead<kWarpgroups> > 0 && next - current <= kLookahead<kWarpgroups>) {
         tile.overlap_blocks(current, next);
       } else {
         tile.finish_block(current);
@@ -327,7 +245,7 @@ __device__ void attend_tiles(const AttendArguments& a, UnionShared<kWarpgroups>&
   for (int index = blockIdx.x; index < a.num_tiles * a.num_groups; index += gridDim.x) {
     const UnionItem item = union_item<kWarpgroups>(a, index);
     const int4 tile = a.tiles[item.tile];
-    const TokenView view{24 + token, tile.z + token, tile.w, a.scale * kLog2e};
+    const TokenView view{kMemberShift + token, tile.z + token, tile.w, a.scale * kLog2e};
     UnionTile<kWarpgroups> state{reader, view, {}, {}};
     if (item.size > 0) {
       for (int i = thread; i < item.size; i += kWarpgroup)
@@ -354,16 +272,19 @@ __global__ void __launch_bounds__((kWarpgroups + 1) * kWarpgroup, 1)
     attend_unions(const AttendArguments a, const __grid_constant__ CUtensorMap queries,
                   const __grid_constant__ CUtensorMap keys,
                   const __grid_constant__ CUtensorMap values) {
-  if (blockIdx.x == 0 && threadIdx.x < 2)
-    atomicAdd(&a.totals[threadIdx.x], a.selections[threadIdx.x]);
+  chain_wait();
+  if (a.arm == kMeasured && blockIdx.x == 0 && threadIdx.x < 2)
+    atomicAdd(&a.totals[threadIdx.x], selection_sum(a, threadIdx.x));
   if (!union_arm_chosen(a)) return;
   extern __shared__ uint8_t raw[];
   auto& shared = aligned_shared<UnionShared<kWarpgroups>>(raw);
   if (threadIdx.x == 0) {
-    for (int i = 0; i < kUnionStages; ++i) {
+    for (int i = 0; i < kKeyStages; ++i) {
       barrier_init(&shared.key_full[i], 1);
-      barrier_init(&shared.value_full[i], 1);
       barrier_init(&shared.key_empty[i], 4 * kWarpgroups);
+    }
+    for (int i = 0; i < kValueStages<kWarpgroups>; ++i) {
+      barrier_init(&shared.value_full[i], 1);
       barrier_init(&shared.value_empty[i], 4 * kWarpgroups);
     }
     barrier_init(&shared.query_full, 1);
@@ -376,7 +297,7 @@ __global__ void __launch_bounds__((kWarpgroups + 1) * kWarpgroup, 1)
     if (threadIdx.x < 32) copy_union_pages<kWarpgroups, true>(a, &keys, &queries, shared);
     else if (threadIdx.x < 64) copy_union_pages<kWarpgroups, false>(a, &values, nullptr, shared);
   } else {
-    take_registers<240>();
+    take_registers<kWarpgroups == 3 ? 160 : 240>();
     attend_tiles<kWarpgroups>(a, shared);
   }
 }
@@ -390,25 +311,11 @@ cudaError_t launch_union(const AttendArguments& a, const CUtensorMap* maps, int 
   const cudaError_t error =
       cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kBytes);
   if (error != cudaSuccess) return error;
-  kernel<<<workers, (kWarpgroups + 1) * kWarpgroup, kBytes, stream>>>(a, maps[0], maps[1], maps[2]);
-  return cudaGetLastError();
+  return launch_chained(kernel, dim3(workers), (kWarpgroups + 1) * kWarpgroup, kBytes, stream, a,
+                        maps[0], maps[1], maps[2]);
 }
 
 }  // namespace m3
-
-// Builds the unions of all tiles of 4 or 8 tokens and counts what they agree on.
-extern "C" int m3_prefill_build_unions(const m3::AttendArguments* arguments,
-                                       void* stream_handle) {
-  using namespace m3;
-  const AttendArguments& a = *arguments;
-  const auto stream = static_cast<cudaStream_t>(stream_handle);
-  const cudaError_t error = cudaMemsetAsync(a.selections, 0, 2 * sizeof(*a.selections), stream);
-  if (error != cudaSuccess) return error;
-  const dim3 grid(a.num_tiles, a.num_groups);
-  if (a.tile_tokens == 8) build_unions<8><<<grid, 8 * kChosen, 0, stream>>>(a);
-  else build_unions<4><<<grid, 4 * kChosen, 0, stream>>>(a);
-  return cudaGetLastError();
-}
 
 // `maps`: queries [T, H, D] in boxes of 64 x 16 x tile, keys and values [P, G, 128, D] in boxes of
 // 64 x 128 x 1 x 1, encoded.
@@ -416,7 +323,10 @@ extern "C" int m3_prefill_attend_unions(const m3::AttendArguments* arguments, co
                                         int workers, void* stream_handle) {
   const auto* encoded = static_cast<const CUtensorMap*>(maps);
   const auto stream = static_cast<cudaStream_t>(stream_handle);
-  return arguments->tile_tokens == 8
-             ? m3::launch_union<2>(*arguments, encoded, workers, stream)
-             : m3::launch_union<1>(*arguments, encoded, workers, stream);
+  switch (arguments->tile_tokens) {
+    case 4: return m3::launch_union<1>(*arguments, encoded, workers, stream);
+    case 8: return m3::launch_union<2>(*arguments, encoded, workers, stream);
+    case 12: return m3::launch_union<3>(*arguments, encoded, workers, stream);
+    default: return cudaErrorInvalidValue;
+  }
 }

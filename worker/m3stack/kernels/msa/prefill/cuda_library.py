@@ -14,6 +14,8 @@ from m3stack.kernels.build import KernelUnavailableError, load_library
 SOURCES = (
     "msa_prefill_maps.cu",
     "msa_prefill_score.cu",
+    "msa_prefill_rank.cu",
+    "msa_prefill_union_lists.cu",
     "msa_prefill_union.cu",
     "msa_prefill_kv_invert.cu",
     "msa_prefill_kv_attend.cu",
@@ -96,7 +98,9 @@ class PrefillLibrary:
         self._library = load_library("msa_prefill", SOURCES)
         self.num_processors = torch.cuda.get_device_properties(0).multi_processor_count
         self._declare("m3_encode_map", c_void_p, c_void_p, c_int, c_void_p, c_void_p, c_void_p)
-        self._declare("m3_prefill_choose", POINTER(ScoreArguments), c_void_p, c_void_p)
+        self._declare("m3_prefill_plan", POINTER(ScoreArguments), c_void_p)
+        self._declare("m3_prefill_score", POINTER(ScoreArguments), c_void_p, c_void_p)
+        self._declare("m3_prefill_rank", POINTER(ScoreArguments), c_void_p)
         self._declare("m3_prefill_build_unions", POINTER(AttendArguments), c_void_p)
         attend = (c_void_p, c_int, c_void_p)
         self._declare("m3_prefill_attend_unions", POINTER(AttendArguments), *attend)

@@ -25,9 +25,10 @@ SCORE_TILE_ROWS = 256
 CHUNK_ROWS = 128
 PIECE_TOKENS = 64
 SLICE_BUCKETS = 1024
-PIECE_BYTES = 32
-# a block id shares a word with the bits of eight tokens
-MAX_BLOCKS_OF_SEQUENCE = 1 << 24
+PIECE_WORDS = 8
+COUNTERS = 8
+# a block id shares a word with the bits of twelve tokens
+MAX_BLOCKS_OF_SEQUENCE = 1 << 20
 
 
 class UnsupportedShapeError(ValueError):
@@ -48,15 +49,17 @@ class AttendPolicy:
 
     Attributes:
         arm: `MEASURED` counts the unions on the device and lets them decide there.
-        load_limit: the union arm is taken while a tile's union is at most this many times the
-            blocks of one token.
+        load_limit: the union arm is taken while it loads at most this many blocks for each block
+            that a row chose; 1 over the tile size is the least there can be.
+        tile_tokens: rows of a tile, 4, 8 or 12; by the size of the step where None.
         min_key_major_rows: smaller steps always take the union arm: they fill too few rows a block.
         slab_rows: rows the key-major arm treats at once; its partials need 256 KiB for each row
             of 64 heads.
     """
 
     arm: Arm = Arm.MEASURED
-    load_limit: float = 3.0
+    load_limit: float = 0.34
+    tile_tokens: int | None = None
     min_key_major_rows: int = 1024
     slab_rows: int = 8192
 
@@ -67,12 +70,50 @@ class Overlap:
 
     union_blocks: int
     chosen_blocks: int
-    tile_tokens: int
 
     @property
-    def load_factor(self) -> float:
-        """Blocks a tile loads over the blocks of one of its tokens: 1 if all agree."""
-        return self.tile_tokens * self.union_blocks / max(1, self.chosen_blocks)
+    def loads(self) -> float:
+        """Blocks loaded for each block that a row chose: 1 where no neighbours agree."""
+        return self.union_blocks / max(1, self.chosen_blocks)
+
+
+@dataclass(frozen=True, slots=True)
+class UnionLists:
+    """Tiles of rows and the union of each tile's blocks.
+
+    Attributes:
+        selections_C2: int64 [8, 2], union sizes and chosen blocks; their sums count.
+        tiles_N4: int32 [N, 4]: first row, rows, its position, sequence length.
+        sizes_GN: int32 [G, N].
+        unions_GNE2: int32 [G, N, E, 2]: page, and block with a bit a row from bit 20 up.
+    """
+
+    selections_C2: Tensor
+    tiles_N4: Tensor
+    sizes_GN: Tensor
+    unions_GNE2: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class KeyMajorLists:
+    """Rows by the block they chose, and what the attention leaves for each of them.
+
+    Attributes:
+        counts: int32 [chunks, G, J], then their prefix over the chunks of a sequence.
+        buckets: int32 [G * S * J, 4]: first edge and piece inside the slice, edges, 0.
+        slices: int32 [slices + 1, 2]: first edge and piece; all of them last.
+        edges: int32, row * 16 + slot, ascending inside a bucket.
+        pieces: int32 [pieces, 8], work items: see `m3::KeyPiece`.
+        partial_TKHD, partial_lse_TKH: normalised sums and base-2 log-sums of a row's slots.
+    """
+
+    counts: Tensor
+    buckets: Tensor
+    slices: Tensor
+    edges: Tensor
+    pieces: Tensor
+    partial_TKHD: Tensor
+    partial_lse_TKH: Tensor
 
 
 class CudaPrefill:
@@ -81,13 +122,23 @@ class CudaPrefill:
     def __init__(self, library: PrefillLibrary, policy: AttendPolicy | None = None) -> None:
         self.library = library
         self.policy = policy or AttendPolicy()
-        # int64 [2, 2]: tiles of 4 and of 8 tokens; summed on the device by every run
-        self._totals = torch.zeros(2, 2, dtype=torch.int64, device="cuda")
+        # summed on the device by every run
+        self._totals_2 = torch.zeros(2, dtype=torch.int64, device="cuda")
 
-    def overlap(self) -> tuple[Overlap, Overlap]:
-        """Counters of all runs so far, for tiles of 4 and of 8 tokens. Waits for the device."""
-        four, eight = self._totals.tolist()
-        return Overlap(four[0], four[1], 4), Overlap(eight[0], eight[1], 8)
+    def overlap(self) -> Overlap:
+        """Counters of all runs of the union lists so far. Waits for the device."""
+        return Overlap(*self._totals_2.tolist())
+
+    @staticmethod
+    def serves(q_THD: Tensor, pages: LayerPages, num_blocks: int, num_local_blocks: int) -> bool:
+        """Whether dtype and sizes are those the kernels are written for."""
+        _, groups, block, dim = pages.k_PGBD.shape
+        return (
+            q_THD.dtype == pages.k_PGBD.dtype == torch.bfloat16
+            and (block, dim) == (BLOCK_TOKENS, HEAD_DIM)
+            and q_THD.shape[1] == groups * HEADS_PER_GROUP
+            and 1 <= num_local_blocks <= num_blocks <= MAX_CHOSEN
+        )
 
     def choose_blocks(
         self,
@@ -133,7 +184,9 @@ class CudaPrefill:
             **_row_fields(rows),
         )
         maps = self.library.encode([(index_k_PBD, (1, BLOCK_TOKENS, 64))])
-        self.library.launch("m3_prefill_choose", arguments, maps.address)
+        self.library.launch("m3_prefill_plan", arguments)
+        self.library.launch("m3_prefill_score", arguments, maps.address)
+        self.library.launch("m3_prefill_rank", arguments)
         return chosen_GTK
 
     def block_attention(
@@ -152,63 +205,68 @@ class CudaPrefill:
         arm = self.policy.arm
         if arm == Arm.MEASURED and num_tokens < self.policy.min_key_major_rows:
             arm = Arm.UNION
-        tile_tokens = self._tile_tokens(num_tokens, blocks_GTK.shape[0])
-        arguments, workspace = self._attend_arguments(
-            q_THD, out_THD, blocks_GTK, rows, scale, arm, tile_tokens
-        )
+        arguments = self._arguments(blocks_GTK, rows, arm)
+        arguments.out, arguments.scale = out_THD.data_ptr(), scale
         if arm != Arm.KEY_MAJOR:
-            self.library.launch("m3_prefill_build_unions", arguments)
-            maps = self._maps(q_THD, pages, tile_tokens)
-            workers = min(self.library.num_processors, arguments.num_tiles * arguments.num_groups)
+            unions = self._list_unions(arguments, q_THD.device)
+            maps = self._maps(q_THD, pages, arguments.tile_tokens)
+            workers = min(self.library.num_processors, unions.sizes_GN.numel())
             self.library.launch("m3_prefill_attend_unions", arguments, maps.address, workers)
         if arm != Arm.UNION:
             self._attend_key_major(q_THD, pages, rows, arguments)
-        del workspace
         return out_THD
 
-    def _tile_tokens(self, num_tokens: int, groups: int) -> int:
-        """Tiles of 4 when tiles of 8 would leave processors idle."""
-        return 4 if num_tokens * groups <= 8 * self.library.num_processors else 8
+    def list_unions(self, blocks_GTK: Tensor, rows: PagedRows) -> UnionLists:
+        """The lists of the union arm, for a look at what rows agree on."""
+        return self._list_unions(self._arguments(blocks_GTK, rows, Arm.MEASURED), blocks_GTK.device)
 
-    def _attend_arguments(
-        self,
-        q_THD: Tensor,
-        out_THD: Tensor,
-        blocks_GTK: Tensor,
-        rows: PagedRows,
-        scale: float,
-        arm: Arm,
-        tile_tokens: int,
-    ) -> tuple[AttendArguments, list[Tensor]]:
+    def invert(self, blocks_GTK: Tensor, rows: PagedRows) -> KeyMajorLists:
+        """The lists of the key-major arm over all rows; the partials are not computed."""
+        arguments = self._arguments(blocks_GTK, rows, Arm.KEY_MAJOR)
+        _, num_tokens, _ = blocks_GTK.shape
+        lists = _key_major_lists(arguments, num_tokens, rows.max_seq_len, blocks_GTK.device)
+        self.library.launch("m3_prefill_invert", _invert_arguments(arguments, lists, 0, num_tokens))
+        return lists
+
+    def _tile_tokens(self, num_tokens: int, groups: int) -> int:
+        """Small tiles when large ones would leave processors idle."""
+        if self.policy.tile_tokens is not None:
+            return self.policy.tile_tokens
+        return 4 if num_tokens * groups <= 8 * self.library.num_processors else 12
+
+    def _arguments(self, blocks_GTK: Tensor, rows: PagedRows, arm: Arm) -> AttendArguments:
         groups, num_tokens, num_blocks = blocks_GTK.shape
-        num_tiles = -(-num_tokens // tile_tokens) + rows.seq_lens_S.shape[0]
-        device = q_THD.device
-        selections = torch.empty(2, dtype=torch.int64, device=device)
-        tiles = torch.empty(num_tiles, 4, dtype=torch.int32, device=device)
-        sizes = torch.empty(groups, num_tiles, dtype=torch.int32, device=device)
-        unions = torch.empty(
-            groups, num_tiles, tile_tokens * MAX_CHOSEN, 2, dtype=torch.int32, device=device
-        )
-        arguments = AttendArguments(
-            out=out_THD.data_ptr(),
+        tile_tokens = self._tile_tokens(num_tokens, groups)
+        return AttendArguments(
             blocks=blocks_GTK.data_ptr(),
-            selections=selections.data_ptr(),
-            totals=self._totals[0 if tile_tokens == 4 else 1].data_ptr(),
-            tiles=tiles.data_ptr(),
-            union_sizes=sizes.data_ptr(),
-            unions=unions.data_ptr(),
-            scale=scale,
+            totals=self._totals_2.data_ptr(),
             num_tokens=num_tokens,
-            num_heads=q_THD.shape[1],
+            num_heads=groups * HEADS_PER_GROUP,
             num_groups=groups,
-            num_tiles=num_tiles,
+            num_tiles=-(-num_tokens // tile_tokens) + rows.seq_lens_S.shape[0],
             num_blocks=num_blocks,
             tile_tokens=tile_tokens,
             arm=int(arm),
-            load_limit=round(16 * self.policy.load_limit),
+            load_limit=round(1024 * self.policy.load_limit),
             **_row_fields(rows),
         )
-        return arguments, [selections, tiles, sizes, unions]
+
+    def _list_unions(self, arguments: AttendArguments, device: torch.device) -> UnionLists:
+        groups, num_tiles = arguments.num_groups, arguments.num_tiles
+        entries = arguments.tile_tokens * MAX_CHOSEN
+        integer = {"dtype": torch.int32, "device": device}
+        lists = UnionLists(
+            selections_C2=torch.empty(COUNTERS, 2, dtype=torch.int64, device=device),
+            tiles_N4=torch.empty(num_tiles, 4, **integer),
+            sizes_GN=torch.empty(groups, num_tiles, **integer),
+            unions_GNE2=torch.empty(groups, num_tiles, entries, 2, **integer),
+        )
+        arguments.selections = lists.selections_C2.data_ptr()
+        arguments.tiles = lists.tiles_N4.data_ptr()
+        arguments.union_sizes = lists.sizes_GN.data_ptr()
+        arguments.unions = lists.unions_GNE2.data_ptr()
+        self.library.launch("m3_prefill_build_unions", arguments)
+        return lists
 
     def _maps(self, q_THD: Tensor, pages: LayerPages, rows_of_box: int) -> TensorMaps:
         page_box = (1, 1, BLOCK_TOKENS, 64)
@@ -223,48 +281,65 @@ class CudaPrefill:
     def _attend_key_major(
         self, q_THD: Tensor, pages: LayerPages, rows: PagedRows, base: AttendArguments
     ) -> None:
-        num_tokens, heads, dim = q_THD.shape
-        groups, device = base.num_groups, q_THD.device
-        num_sequences = base.num_sequences
+        num_tokens = q_THD.shape[0]
         slab = min(num_tokens, self.policy.slab_rows)
-        max_blocks = max(1, -(-rows.max_seq_len // BLOCK_TOKENS))
-        num_chunks = -(-slab // CHUNK_ROWS) + num_sequences + 1
-        slices = groups * num_sequences * -(-max_blocks // SLICE_BUCKETS)
-        buckets = groups * num_sequences * max_blocks
-        num_edges = slab * groups * MAX_CHOSEN
-        most_pieces = min(num_edges, num_edges // PIECE_TOKENS + buckets)
-        integer = {"dtype": torch.int32, "device": device}
-        counts = torch.empty(num_chunks * groups * max_blocks, **integer)
-        bucket_records = torch.empty(buckets, 4, **integer)
-        slice_records = torch.empty(slices + 1, 2, **integer)
-        edges = torch.empty(num_edges, **integer)
-        pieces = torch.empty(most_pieces, PIECE_BYTES // 4, **integer)
-        partial = torch.empty(slab, MAX_CHOSEN, heads, dim, dtype=q_THD.dtype, device=device)
-        partial_lse = torch.empty(slab, MAX_CHOSEN, heads, dtype=torch.float32, device=device)
+        lists = _key_major_lists(base, slab, rows.max_seq_len, q_THD.device)
         maps = self._maps(q_THD, pages, 1)
+        workers = self.library.num_processors
         for first in range(0, num_tokens, slab):
-            arguments = InvertArguments(
-                base=base,
-                counts=counts.data_ptr(),
-                buckets=bucket_records.data_ptr(),
-                slices=slice_records.data_ptr(),
-                edges=edges.data_ptr(),
-                pieces=pieces.data_ptr(),
-                partial=partial.data_ptr(),
-                partial_lse=partial_lse.data_ptr(),
-                first_token=first,
-                num_tokens=min(slab, num_tokens - first),
-                max_blocks=max_blocks,
-                num_chunks=num_chunks,
-                num_slices=slices,
-            )
+            count = min(slab, num_tokens - first)
+            arguments = _invert_arguments(base, lists, first, count)
             self.library.launch("m3_prefill_invert", arguments)
-            self.library.launch(
-                "m3_prefill_attend_key_major",
-                arguments,
-                maps.address,
-                self.library.num_processors,
-            )
+            self.library.launch("m3_prefill_attend_key_major", arguments, maps.address, workers)
+
+
+def _key_major_lists(
+    base: AttendArguments, slab: int, max_seq_len: int, device: torch.device
+) -> KeyMajorLists:
+    """Room for any selection of `slab` rows."""
+    groups, num_sequences = base.num_groups, base.num_sequences
+    max_blocks = max(1, -(-max_seq_len // BLOCK_TOKENS))
+    num_chunks = -(-slab // CHUNK_ROWS) + num_sequences + 1
+    buckets = groups * num_sequences * max_blocks
+    num_edges = slab * groups * MAX_CHOSEN
+    integer = {"dtype": torch.int32, "device": device}
+    return KeyMajorLists(
+        counts=torch.empty(num_chunks, groups, max_blocks, **integer),
+        buckets=torch.empty(buckets, 4, **integer),
+        slices=torch.empty(
+            groups * num_sequences * -(-max_blocks // SLICE_BUCKETS) + 1, 2, **integer
+        ),
+        edges=torch.empty(num_edges, **integer),
+        pieces=torch.empty(
+            min(num_edges, num_edges // PIECE_TOKENS + buckets), PIECE_WORDS, **integer
+        ),
+        partial_TKHD=torch.empty(
+            slab, MAX_CHOSEN, base.num_heads, HEAD_DIM, dtype=torch.bfloat16, device=device
+        ),
+        partial_lse_TKH=torch.empty(
+            slab, MAX_CHOSEN, base.num_heads, dtype=torch.float32, device=device
+        ),
+    )
+
+
+def _invert_arguments(
+    base: AttendArguments, lists: KeyMajorLists, first: int, count: int
+) -> InvertArguments:
+    return InvertArguments(
+        base=base,
+        counts=lists.counts.data_ptr(),
+        buckets=lists.buckets.data_ptr(),
+        slices=lists.slices.data_ptr(),
+        edges=lists.edges.data_ptr(),
+        pieces=lists.pieces.data_ptr(),
+        partial=lists.partial_TKHD.data_ptr(),
+        partial_lse=lists.partial_lse_TKH.data_ptr(),
+        first_token=first,
+        num_tokens=count,
+        max_blocks=lists.counts.shape[2],
+        num_chunks=lists.counts.shape[0],
+        num_slices=lists.slices.shape[0] - 1,
+    )
 
 
 def _row_fields(rows: PagedRows) -> dict[str, int]:
@@ -273,7 +348,7 @@ def _row_fields(rows: PagedRows) -> dict[str, int]:
         if tensor.dtype != torch.int32 or (tensor.numel() and tensor.stride(-1) != 1):
             raise UnsupportedShapeError(f"{name} must be int32 and contiguous: {tensor.dtype}")
     if rows.max_seq_len > MAX_BLOCKS_OF_SEQUENCE * BLOCK_TOKENS:
-        raise UnsupportedShapeError(f"sequence of {rows.max_seq_len} tokens, at most 2^31")
+        raise UnsupportedShapeError(f"sequence of {rows.max_seq_len} tokens, at most 2^27")
     return {
         "query_start": rows.query_start_S1.data_ptr(),
         "seq_lens": rows.seq_lens_S.data_ptr(),
