@@ -407,6 +407,8 @@ def test_any_workload_ends_each_request_once_exact_and_leaves_nothing_behind(
         else:
             assert tokens == expected[handle]
     assert all(s.num_preemptions <= MAX_PREEMPTIONS for s in drive.sequences.values())
+    admitted = [admission.handle for plan in drive.plans for admission in plan.admissions]
+    assert admitted == sorted(admitted), "the queue is first come, first served"
 
 
 def workload_request(index: int, length: int, max_tokens: int, kind: int) -> Request:
