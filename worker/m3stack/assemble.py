@@ -137,25 +137,7 @@ def assemble(
     if hardware.device.type == "cpu":
         _set_threads(config, model)
     pool = _build_pool(config, model_config, hardware)
-    page_tokens = model_config.block_tokens
-    context = min(context_limit(config, model_config), pool.num_pages * page_tokens)
-    if context < context_limit(config, model_config):
-        _log.warning(
-            "context_reduced max_context_tokens=%d supported=%d reason=cache_pages",
-            context,
-            context_limit(config, model_config),
-        )
-    pages = PrefixCache(PageAllocator(pool.num_pages), enabled=config.prefix_cache)
-    media = around.media
-    runner = ModelRunner(
-        model.forward,
-        pool.layers,
-        encoder=Encoder(model.encode_media, media, hardware.device),
-        inputs=InputBuilder(page_tokens, hardware.device),
-        sampler=Sampler(model_config.vocab_size, hardware.device),
-    )
-    limits = _scheduler_limits(config, hardware.device)
-    parts = EngineParts(Scheduler(limits, pages, media), pages, runner, media, around.metrics)
+    context = _context_of(config, model_config, pool)
     _log.info(
         "assembled device=%s dtype=%s kernels=%s pages=%d pool_bytes=%d max_context_tokens=%d",
         hardware.device,
@@ -165,15 +147,20 @@ def assemble(
         pool.num_bytes,
         context,
     )
-    return Assembly(
-        parts,
-        EngineSettings(
-            page_tokens=page_tokens,
-            max_context_tokens=context,
-            eos_token_id=model_config.eos_token_id,
-        ),
-        model_limits(model_config, context, hardware.dtype),
+    pages = PrefixCache(PageAllocator(pool.num_pages), enabled=config.prefix_cache)
+    parts = EngineParts(
+        scheduler=Scheduler(_scheduler_limits(config, hardware.device), pages, around.media),
+        pages=pages,
+        runner=_runner(model, pool, around.media, hardware.device),
+        media=around.media,
+        metrics=around.metrics,
     )
+    settings = EngineSettings(
+        page_tokens=model_config.block_tokens,
+        max_context_tokens=context,
+        eos_token_id=model_config.eos_token_id,
+    )
+    return Assembly(parts, settings, model_limits(model_config, context, hardware.dtype))
 
 
 def model_limits(model: M3Config, max_context_tokens: int, dtype: torch.dtype) -> ModelLimits:
@@ -189,6 +176,27 @@ def model_limits(model: M3Config, max_context_tokens: int, dtype: torch.dtype) -
         temporal_patch_size=model.vision.temporal_patch_size,
         merge_size=model.vision.merge_size,
         feature_bytes_per_token=model.hidden_size * dtype.itemsize,
+    )
+
+
+def _context_of(config: WorkerConfig, model: M3Config, pool: KvPool) -> int:
+    """The context limit, which cannot be more than the pool holds."""
+    wanted = context_limit(config, model)
+    held = pool.num_pages * model.block_tokens
+    if held < wanted:
+        _log.warning(
+            "context_reduced max_context_tokens=%d supported=%d reason=cache_pages", held, wanted
+        )
+    return min(wanted, held)
+
+
+def _runner(model: M3Model, pool: KvPool, media: MediaLedger, device: torch.device) -> ModelRunner:
+    return ModelRunner(
+        model.forward,
+        pool.layers,
+        encoder=Encoder(model.encode_media, media, device),
+        inputs=InputBuilder(model.config.block_tokens, device),
+        sampler=Sampler(model.config.vocab_size, device),
     )
 
 

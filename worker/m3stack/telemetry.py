@@ -49,6 +49,7 @@ class WorkerMetrics:
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
         self._define_requests()
+        self._define_latencies()
         self._define_steps()
         self._define_memory()
 
@@ -78,6 +79,20 @@ class WorkerMetrics:
         self._output_tokens = Counter(
             "m3stack_worker_output_tokens", "Tokens sent to clients.", registry=reg
         )
+        self._running = Gauge(
+            "m3stack_worker_running_requests", "Requests in the running set.", registry=reg
+        )
+        self._waiting = Gauge(
+            "m3stack_worker_waiting_requests", "Requests in the queue.", registry=reg
+        )
+        self._pending_prompt = Gauge(
+            "m3stack_worker_waiting_prompt_tokens",
+            "Prompt tokens accepted and not yet computed.",
+            registry=reg,
+        )
+
+    def _define_latencies(self) -> None:
+        reg = self.registry
         self._queue = Histogram(
             "m3stack_worker_queue_seconds",
             "Time from acceptance to the first step.",
@@ -94,17 +109,6 @@ class WorkerMetrics:
             "m3stack_worker_inter_token_seconds",
             "Time between two tokens of a request.",
             buckets=_INTER_TOKEN_BUCKETS_S,
-            registry=reg,
-        )
-        self._running = Gauge(
-            "m3stack_worker_running_requests", "Requests in the running set.", registry=reg
-        )
-        self._waiting = Gauge(
-            "m3stack_worker_waiting_requests", "Requests in the queue.", registry=reg
-        )
-        self._pending_prompt = Gauge(
-            "m3stack_worker_waiting_prompt_tokens",
-            "Prompt tokens accepted and not yet computed.",
             registry=reg,
         )
 
