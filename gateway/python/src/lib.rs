@@ -1,1 +1,123 @@
-//! placeholder
+//! The Python door: `m3stack._gateway`. Each function hands over to `gateway-server` with the
+//! interpreter released; the only work here is turning types and errors.
+
+// the shapes of pyo3's own macros
+#![allow(missing_docs, clippy::needless_pass_by_value)]
+
+use pyo3::prelude::*;
+
+/// The gateway's own code, callable from Python.
+#[pymodule]
+mod _gateway {
+    use std::path::PathBuf;
+
+    use gateway_core::model::SizeControls;
+    use gateway_media::{ImageSize, Patches};
+    use gateway_server::error::GatewayError;
+    use gateway_server::prepare;
+    use pyo3::create_exception;
+    use pyo3::exceptions::PyException;
+    use pyo3::prelude::*;
+    use pyo3::types::PyBytes;
+
+    create_exception!(
+        m3stack._gateway,
+        RefusedError,
+        PyException,
+        "The gateway refuses the request; args: message, param or None, code, HTTP status."
+    );
+
+    #[pymodule_init]
+    fn init(module: &Bound<'_, PyModule>) -> PyResult<()> {
+        module.add("RefusedError", module.py().get_type::<RefusedError>())?;
+        module.add("__version__", env!("CARGO_PKG_VERSION"))
+    }
+
+    /// Runs the gateway with these arguments until SIGTERM or SIGINT; gives its exit code.
+    #[pyfunction]
+    fn serve(py: Python<'_>, arguments: Vec<String>) -> u8 {
+        let arguments = std::iter::once("m3stack gateway".to_owned()).chain(arguments);
+        py.detach(|| gateway_server::run_with_arguments(arguments))
+    }
+
+    type PatchRows<'py> = (Bound<'py, PyBytes>, (u32, u32, u32));
+
+    /// Prepares requests for one checkpoint.
+    #[pyclass(frozen)]
+    struct Preparer {
+        inner: prepare::Preparer,
+    }
+
+    #[pymethods]
+    impl Preparer {
+        #[new]
+        fn new(py: Python<'_>, model_path: PathBuf) -> PyResult<Self> {
+            match py.detach(|| prepare::Preparer::open(&model_path)) {
+                Ok(inner) => Ok(Self { inner }),
+                Err(error) => Err(pyo3::exceptions::PyValueError::new_err(error.to_string())),
+            }
+        }
+
+        /// (serialized GenerateHeader, patch bytes of each media item) of a chat request's body.
+        fn prepare_chat<'py>(
+            &self,
+            py: Python<'py>,
+            body: &[u8],
+        ) -> PyResult<(Bound<'py, PyBytes>, Vec<Bound<'py, PyBytes>>)> {
+            let prepared = py.detach(|| self.inner.chat(body)).map_err(refused)?;
+            let patches = prepared.patches.iter().map(|rows| PyBytes::new(py, rows)).collect();
+            Ok((PyBytes::new(py, &prepared.header), patches))
+        }
+
+        /// Ids of a text, control tokens in it meant as such.
+        fn tokenize(&self, py: Python<'_>, text: &str) -> PyResult<Vec<u32>> {
+            py.detach(|| self.inner.tokenize(text)).map_err(refused)
+        }
+
+        /// Text of ids, control tokens shown.
+        fn detokenize(&self, py: Python<'_>, token_ids: Vec<u32>) -> String {
+            py.detach(|| self.inner.detokenize(&token_ids))
+        }
+
+        /// (u8 patch rows, grid t h w) of a picture's file bytes; a still has one temporal copy.
+        #[pyo3(signature = (data, *, detail=None, max_long_side_pixel=None))]
+        fn preprocess_image<'py>(
+            &self,
+            py: Python<'py>,
+            data: &[u8],
+            detail: Option<String>,
+            max_long_side_pixel: Option<u32>,
+        ) -> PyResult<PatchRows<'py>> {
+            let controls = SizeControls { detail, max_long_side_pixel, fps: None };
+            let patches = py.detach(|| self.inner.still(data, &controls)).map_err(refused)?;
+            Ok(rows(py, &patches))
+        }
+
+        /// (u8 patch rows, grid t h w) of RGB frames of `width * height * 3` bytes each.
+        fn preprocess_frames<'py>(
+            &self,
+            py: Python<'py>,
+            frames: Vec<Vec<u8>>,
+            width: u32,
+            height: u32,
+        ) -> PyResult<PatchRows<'py>> {
+            let size = ImageSize { width, height };
+            let patches = py.detach(|| self.inner.frames(frames, size)).map_err(refused)?;
+            Ok(rows(py, &patches))
+        }
+    }
+
+    fn rows<'py>(py: Python<'py>, patches: &Patches) -> PatchRows<'py> {
+        let grid = patches.grid;
+        (PyBytes::new(py, &patches.bytes), (grid.t, grid.h, grid.w))
+    }
+
+    fn refused(error: GatewayError) -> PyErr {
+        RefusedError::new_err((
+            error.message.clone(),
+            error.param.clone(),
+            error.code,
+            error.kind.row().status,
+        ))
+    }
+}

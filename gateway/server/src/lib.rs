@@ -12,6 +12,7 @@ pub mod error;
 pub mod http;
 pub mod media;
 mod pipeline;
+pub mod prepare;
 mod reader;
 mod reply;
 mod run;

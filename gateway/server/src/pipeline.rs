@@ -26,7 +26,7 @@ const LONG_TEXT_BYTES: u64 = 16 * 1024;
 /// Whatever keeps the request from being given to a worker; nothing is left behind.
 pub async fn chat(
     app: &Arc<App>,
-    mut conversation: Conversation,
+    conversation: Conversation,
     visit: Visit,
 ) -> Result<Reply, GatewayError> {
     // refused before anything costs something
@@ -35,10 +35,24 @@ pub async fn chat(
     let permit = app.admission.enter()?;
     app.workers.check_someone_ready()?;
 
+    // from here on the worker is asked, media are decoded on demand, and tokens become text:
+    // see `Reply`, which does all of it when it is asked for its next step
+    let job = prepare(app, conversation, visit.body_bytes() > LONG_TEXT_BYTES).await?;
+    Ok(Reply::new(app, vec![job], visit, permit))
+}
+
+/// Makes of a conversation what a worker must know; media are planned, not decoded.
+///
+/// # Errors
+/// What the template, a media item or the context refuses.
+pub async fn prepare(
+    app: &Arc<App>,
+    mut conversation: Conversation,
+    is_long: bool,
+) -> Result<Job, GatewayError> {
     // the conversation as the model reads it; media are still only markers
     let media = take_media(&mut conversation);
     let begin = Instant::now();
-    let is_long = visit.body_bytes() > LONG_TEXT_BYTES;
     let (conversation, rendered) = run_text(app, is_long, move |app| {
         let rendered = app.model.prompt_builder.render(&conversation);
         rendered.map(|rendered| (conversation, rendered))
@@ -58,19 +72,16 @@ pub async fn chat(
     app.metrics.prompt_built(rendering + begin.elapsed());
     let max_tokens = room(app, prompt.token_ids.len(), &conversation.generation, "messages")?;
 
-    // from here on the worker is asked, media are decoded on demand, and tokens become text:
-    // see `Reply`, which does all of it when it is asked for its next step
     let options = OutputOptions {
         thinking: conversation.thinking.unwrap_or_default(),
         tools: conversation.tool_schemas,
     };
-    let job = Job {
+    Ok(Job {
         header: header(app, prompt, &planned, conversation.generation, max_tokens),
         media: planned,
         grammar: Grammar::Chat(options),
         echo: None,
-    };
-    Ok(Reply::new(app, vec![job], visit, permit))
+    })
 }
 
 /// Serves a text completion, up to the reply that is about to come.

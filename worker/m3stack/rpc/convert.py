@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from m3stack.errors import ErrorKind, WorkerError
 from m3stack.types import (
     Event,
@@ -9,9 +11,11 @@ from m3stack.types import (
     FinishReason,
     Load,
     MediaItem,
+    MediaKind,
     PatchFormat,
     Request,
     Sampling,
+    Span,
     Started,
     TokenLogprob,
     Tokens,
@@ -180,3 +184,61 @@ def error_from_proto(trailer: bytes) -> WorkerError:
     """The failure in an error trailer."""
     detail = pb.ErrorDetail.FromString(trailer)
     return WorkerError(ErrorKind(detail.kind), detail.message, detail.param)
+
+
+def request_from_header(header: pb.GenerateHeader, patches: Sequence[bytes]) -> Request:
+    """The request a header of our own making announces, with its items' patch bytes.
+
+    Args:
+        header: complete, as the gateway makes it; nothing is checked again.
+        patches: one an item, in order.
+    """
+    given = header.patch_format
+    patch_format = PatchFormat(
+        mean=tuple(given.mean),
+        std=tuple(given.std),
+        channels=given.channels,
+        patch_size=given.patch_size,
+        temporal_patch_size=given.temporal_patch_size,
+        merge_size=given.merge_size,
+    )
+    return Request(
+        request_id=header.request_id,
+        prompt_token_ids=tuple(header.prompt_token_ids),
+        sampling=_sampling_from_proto(header.sampling),
+        patch_format=patch_format if header.media else None,
+        media=tuple(
+            _item_from_proto(item, rows) for item, rows in zip(header.media, patches, strict=True)
+        ),
+    )
+
+
+def _sampling_from_proto(given: pb.Sampling) -> Sampling:
+    return Sampling(
+        temperature=given.temperature,
+        top_p=given.top_p,
+        top_k=given.top_k,
+        min_p=given.min_p,
+        seed=given.seed,
+        max_tokens=given.max_tokens,
+        min_tokens=given.min_tokens,
+        ignore_eos=given.ignore_eos,
+        repetition_penalty=given.repetition_penalty,
+        presence_penalty=given.presence_penalty,
+        frequency_penalty=given.frequency_penalty,
+        logprobs=given.logprobs,
+        top_logprobs=given.top_logprobs,
+        stop_token_ids=frozenset(given.stop_token_ids),
+        logit_bias=dict(given.logit_bias),
+    )
+
+
+def _item_from_proto(given: pb.MediaItem, patches: bytes) -> MediaItem:
+    return MediaItem(
+        kind=MediaKind(given.kind),
+        media_hash=given.media_hash,
+        grid_thw=(given.grid.t, given.grid.h, given.grid.w),
+        frames_per_patch=given.frames_per_patch,
+        spans=tuple(Span(span.offset, span.length) for span in given.spans),
+        patches=patches,
+    )

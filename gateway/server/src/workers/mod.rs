@@ -11,8 +11,8 @@ use std::sync::Arc;
 
 pub use client::{GenerateCall, UploadWork, WorkerEvents};
 pub use pool::{WorkerLease, WorkerPool};
-pub use upload::{ChunkSender, ItemUpload};
-pub use wire::{ItemHeader, RequestHeader};
+pub use upload::{ChunkSender, ItemUpload, gather};
+pub use wire::{ItemHeader, RequestHeader, header_bytes};
 
 /// Place of a worker in the configured list.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]

@@ -1,5 +1,7 @@
 //! Patch bytes on their way to a worker: pieces of at most 2 MiB, hashed as they pass.
 
+use std::collections::BTreeMap;
+
 use bytes::{Bytes, BytesMut};
 use sha2::{Digest, Sha256};
 use tokio::sync::mpsc;
@@ -32,6 +34,22 @@ impl ChunkSender {
             hasher: Sha256::new(),
         }
     }
+}
+
+/// An upload that stays in this process: its sender, and what gathers the bytes of each item.
+/// The gathering ends when every sender is dropped.
+pub fn gather() -> (ChunkSender, impl Future<Output = BTreeMap<u32, Vec<u8>>> + Send) {
+    let (requests, mut received) = mpsc::channel::<proto::GenerateRequest>(1);
+    let gathering = async move {
+        let mut items = BTreeMap::<u32, Vec<u8>>::new();
+        while let Some(request) = received.recv().await {
+            if let Some(proto::generate_request::Body::Chunk(chunk)) = request.body {
+                items.entry(chunk.item_index).or_default().extend_from_slice(&chunk.data);
+            }
+        }
+        items
+    };
+    (ChunkSender::new(requests), gathering)
 }
 
 /// The upload of one item. Its last piece carries the hash of all.

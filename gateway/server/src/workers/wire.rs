@@ -69,15 +69,24 @@ pub(super) fn header_request(
     request_id: &str,
     seed: u64,
 ) -> proto::GenerateRequest {
-    let header = proto::GenerateHeader {
+    let header = generate_header(header, request_id, seed);
+    proto::GenerateRequest { body: Some(proto::generate_request::Body::Header(header)) }
+}
+
+/// The serialized `GenerateHeader` of a request.
+pub fn header_bytes(header: &RequestHeader, request_id: &str, seed: u64) -> Vec<u8> {
+    generate_header(header, request_id, seed).encode_to_vec()
+}
+
+fn generate_header(header: &RequestHeader, request_id: &str, seed: u64) -> proto::GenerateHeader {
+    proto::GenerateHeader {
         request_id: request_id.to_owned(),
         fingerprint: Bytes::copy_from_slice(&header.fingerprint),
         prompt_token_ids: header.prompt_token_ids.clone(),
         sampling: Some(sampling(header, seed)),
         patch_format: (!header.items.is_empty()).then(|| patch_format(header)),
         media: header.items.iter().map(|item| media_item(item, header.layout)).collect(),
-    };
-    proto::GenerateRequest { body: Some(proto::generate_request::Body::Header(header)) }
+    }
 }
 
 fn sampling(header: &RequestHeader, seed: u64) -> proto::Sampling {

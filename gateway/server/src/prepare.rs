@@ -1,0 +1,159 @@
+//! The gateway's first half alone: a chat request in, a worker's header and patches out. For
+//! callers that talk to a worker themselves; no port is opened and no worker is followed.
+
+use std::ffi::OsString;
+use std::path::Path;
+use std::sync::Arc;
+
+use gateway_core::conversation::check_chat;
+use gateway_core::model::SizeControls;
+use gateway_core::openai::RequestBody;
+use gateway_media::decode::{DecodeLimits, decode_image, read_header};
+use gateway_media::patchify::{patchify_clip, patchify_still};
+use gateway_media::resize::{Resizer, resize};
+use gateway_media::{ClipInfo, ImageSize, MediaError, Patches, RgbFrame};
+use rand::RngCore;
+use tokio::runtime::Runtime;
+
+use crate::app::App;
+use crate::config::{ConfigError, GatewayConfig};
+use crate::error::{ErrorKind, GatewayError};
+use crate::workers::{gather, header_bytes};
+use crate::{StartError, pipeline};
+
+/// Why a preparer could not be made.
+#[derive(Debug, thiserror::Error)]
+pub enum PrepareError {
+    /// A setting of the environment cannot be used.
+    #[error(transparent)]
+    Config(#[from] ConfigError),
+    /// The checkpoint cannot be used.
+    #[error(transparent)]
+    Start(#[from] StartError),
+}
+
+/// A request as a worker takes it.
+#[derive(Debug)]
+pub struct Prepared {
+    /// Serialized `m3stack.worker.v1.GenerateHeader`, without a request id.
+    pub header: Vec<u8>,
+    /// Patch bytes of each media item, in the header's order.
+    pub patches: Vec<Vec<u8>>,
+}
+
+/// Prepares requests for one checkpoint, with the gateway's own settings from the environment.
+pub struct Preparer {
+    app: Arc<App>,
+    runtime: Runtime,
+}
+
+impl Preparer {
+    /// Opens the checkpoint's small files; weights are not needed.
+    ///
+    /// # Errors
+    /// [`PrepareError`] naming what cannot be used.
+    pub fn open(model_path: &Path) -> Result<Self, PrepareError> {
+        let flags = ["m3stack-gateway".into(), "--model-path".into(), OsString::from(model_path)];
+        let mut config = GatewayConfig::from_arguments(flags)?;
+        config.workers.clear();
+        let runtime = tokio::runtime::Builder::new_multi_thread()
+            .worker_threads(2)
+            .enable_all()
+            .build()
+            .map_err(StartError::System)?;
+        let app = {
+            let _context = runtime.enter();
+            App::start(config)?
+        };
+        Ok(Self { app, runtime })
+    }
+
+    /// Prepares the body of a chat completion request; its `model` is not looked at.
+    ///
+    /// # Errors
+    /// As the gateway refuses the request.
+    pub fn chat(&self, body: &[u8]) -> Result<Prepared, GatewayError> {
+        self.runtime.block_on(self.chat_async(body))
+    }
+
+    async fn chat_async(&self, body: &[u8]) -> Result<Prepared, GatewayError> {
+        let app = &self.app;
+        let request = RequestBody::parse(body)?;
+        let conversation = check_chat(request, &app.limits)?;
+        let mut job = pipeline::prepare(app, conversation, true).await?;
+        let (sender, gathering) = gather();
+        let layout = job.header.layout;
+        let sending = async move {
+            for (index, item) in job.media.iter().enumerate() {
+                let place = u32::try_from(index).unwrap_or(u32::MAX);
+                let total = job.header.items[index].patch_bytes(layout);
+                app.media.send(item, layout, sender.item(place, total)).await?;
+            }
+            let seed = job.header.generation.seed.take();
+            let seed = seed.unwrap_or_else(|| rand::rng().next_u64());
+            Ok::<_, GatewayError>(header_bytes(&job.header, "", seed))
+        };
+        let (header, items) = tokio::join!(sending, gathering);
+        Ok(Prepared { header: header?, patches: items.into_values().collect() })
+    }
+
+    /// Ids of a text, control tokens in it meant as such.
+    ///
+    /// # Errors
+    /// Text that stands for media.
+    pub fn tokenize(&self, text: &str) -> Result<Vec<u32>, GatewayError> {
+        Ok(self.app.model.prompt_builder.encode_text(text, false)?)
+    }
+
+    /// Text of ids, control tokens shown.
+    pub fn detokenize(&self, ids: &[u32]) -> String {
+        self.app.model.prompt_builder.decode(ids)
+    }
+
+    /// Patch rows of a still, from its file's bytes.
+    ///
+    /// # Errors
+    /// `MediaRejected` as the gateway refuses the picture.
+    pub fn still(&self, bytes: &[u8], controls: &SizeControls) -> Result<Patches, GatewayError> {
+        let spec = &*self.app.model.spec;
+        let size = read_header(bytes).map_err(refusal)?.size;
+        let plan = spec.plan_image(size, controls)?;
+        let frame = decode_image(bytes, &DecodeLimits::default()).map_err(refusal)?;
+        Ok(patchify_still(&resize(&frame, plan.target), spec.patch_layout()))
+    }
+
+    /// Patch rows of frames that were chosen already, all of them, in order.
+    ///
+    /// # Errors
+    /// `MediaRejected` for no frame, for frames of another length than their size tells, or as
+    /// the gateway refuses a clip of that size.
+    pub fn frames(&self, frames: Vec<Vec<u8>>, size: ImageSize) -> Result<Patches, GatewayError> {
+        let expected = usize::try_from(size.pixels() * 3).unwrap_or(usize::MAX);
+        if let Some((place, frame)) =
+            frames.iter().enumerate().find(|(_, frame)| frame.len() != expected)
+        {
+            let message = format!(
+                "frame {place} has {} bytes; {}x{} in RGB takes {expected}",
+                frame.len(),
+                size.width,
+                size.height
+            );
+            return Err(GatewayError::new(ErrorKind::MediaRejected, message));
+        }
+        if frames.is_empty() {
+            return Err(GatewayError::new(ErrorKind::MediaRejected, "a clip needs a frame"));
+        }
+        let spec = &*self.app.model.spec;
+        let num_frames = frames.len() as u64;
+        let clip = ClipInfo { size, num_frames, fps: 1.0, duration_s: num_frames as f64 };
+        let target = spec.plan_clip(&clip, &SizeControls::default())?.target;
+        let resizer = Resizer::new(size, target);
+        let resized: Vec<RgbFrame> =
+            frames.into_iter().map(|pixels| resizer.resize(&RgbFrame { size, pixels })).collect();
+        Ok(patchify_clip(&resized, spec.patch_layout()))
+    }
+}
+
+fn refusal(error: MediaError) -> GatewayError {
+    GatewayError::new(ErrorKind::MediaRejected, error.to_string())
+}

@@ -1,0 +1,46 @@
+"""The gateway's own code, callable from Python (compiled from `gateway/python`)."""
+
+from os import PathLike
+
+__version__: str
+
+class RefusedError(Exception):
+    """The gateway refuses the request; args: message, param or None, code, HTTP status."""
+
+class Preparer:
+    """Prepares requests for one checkpoint, by the code the gateway itself runs.
+
+    Raises:
+        ValueError: the checkpoint directory cannot be used; the text says why.
+    """
+
+    def __new__(cls, model_path: str | PathLike[str]) -> Preparer: ...
+    def prepare_chat(self, body: bytes) -> tuple[bytes, list[bytes]]:
+        """Serialized `GenerateHeader` (no request id) and patch bytes of each media item.
+
+        Raises:
+            RefusedError: as the gateway would refuse the request.
+        """
+
+    def tokenize(self, text: str) -> list[int]:
+        """Ids of a text, control tokens in it meant as such."""
+
+    def detokenize(self, token_ids: list[int]) -> str:
+        """Text of ids, control tokens shown."""
+
+    def preprocess_image(
+        self,
+        data: bytes,
+        *,
+        detail: str | None = None,
+        max_long_side_pixel: int | None = None,
+    ) -> tuple[bytes, tuple[int, int, int]]:
+        """u8 patch rows [t*h*w, 3*1*14*14] of a picture's file bytes, and the grid (t, h, w)."""
+
+    def preprocess_frames(
+        self, frames: list[bytes], width: int, height: int
+    ) -> tuple[bytes, tuple[int, int, int]]:
+        """u8 patch rows [t*h*w, 3*2*14*14] of RGB frames, and the grid (t, h, w)."""
+
+def serve(arguments: list[str]) -> int:
+    """Runs the gateway until SIGTERM or SIGINT; gives its exit code."""
