@@ -1,1 +1,270 @@
-//! Every clip of the handed set gives what its expectation says.
+//! Every clip of the handed set gives what its expectation says, and leaves nothing behind.
+
+use super::*;
+use gateway_media::RgbFrame;
+use serde_json::Value;
+use std::collections::HashMap;
+
+fn media_directory() -> PathBuf {
+    Path::new(env!("CARGO_MANIFEST_DIR")).join("../../tests/data/media")
+}
+
+fn expectations() -> serde_json::Map<String, Value> {
+    let text = std::fs::read_to_string(media_directory().join("expect.json")).unwrap();
+    let all: Value = serde_json::from_str(&text).unwrap();
+    all["videos"].as_object().unwrap().clone()
+}
+
+fn ffmpeg() -> Ffmpeg {
+    let limits = FfmpegLimits {
+        max_processes: 2,
+        timeout: Duration::from_secs(25),
+        decode: DecodeLimits::default(),
+    };
+    let found =
+        Ffmpeg::find(std::env::var_os("PATH").as_deref(), limits, Arc::new(Metrics::default()));
+    assert_eq!(found.missing(), None, "these tests need FFmpeg");
+    found
+}
+
+fn clip(name: &str) -> MemoryFile {
+    MemoryFile::new(&std::fs::read(media_directory().join(name)).unwrap()).unwrap()
+}
+
+async fn decode(
+    ffmpeg: &Ffmpeg,
+    clip: &MemoryFile,
+    probe: &ClipProbe,
+    numbers: &[u64],
+) -> Result<Vec<RgbFrame>, GatewayError> {
+    let mut stream = ffmpeg.frames(clip, probe, numbers).await?;
+    let mut frames = Vec::new();
+    while let Some(frame) = stream.next().await? {
+        frames.push(frame);
+    }
+    Ok(frames)
+}
+
+fn pixel(frame: &RgbFrame, x: u32, y: u32) -> [u8; 3] {
+    let place = ((y * frame.size.width + x) * 3) as usize;
+    [frame.pixels[place], frame.pixels[place + 1], frame.pixels[place + 2]]
+}
+
+/// 16 cells along the bottom sixth, most significant bit left.
+fn bar_code(frame: &RgbFrame) -> u64 {
+    let y = frame.size.height - frame.size.height / 12;
+    let cell = f64::from(frame.size.width) / 16.0;
+    (0..16).fold(0, |number, bit| {
+        let x = ((f64::from(bit) + 0.5) * cell) as u32;
+        (number << 1) | u64::from(pixel(frame, x, y)[1] >= 128)
+    })
+}
+
+fn assert_near(found: [u8; 3], expected: &Value, tolerance: u64, place: &str) {
+    for (channel, value) in found.iter().zip(expected.as_array().unwrap()) {
+        let distance = u64::from(*channel).abs_diff(value.as_u64().unwrap());
+        assert!(distance <= tolerance, "{place}: {found:?} is not {expected}");
+    }
+}
+
+async fn check_good(ffmpeg: &Ffmpeg, name: &str, expect: &Value) {
+    let clip = clip(name);
+    let probe = ffmpeg.probe(&clip).await.unwrap_or_else(|error| panic!("{name}: {error:?}"));
+    let size = [probe.info.size.width, probe.info.size.height].map(u64::from);
+    assert_eq!(Some(size.as_slice()), sides(&expect["upright_size"]).as_deref(), "{name}");
+    assert_eq!(probe.info.num_frames, expect["frames"].as_u64().unwrap(), "{name}");
+    if let Some(fps) = expect["avg_fps"].as_f64() {
+        assert!((probe.info.fps - fps).abs() < 1e-3 * fps, "{name}: {} fps", probe.info.fps);
+    }
+    let duration = expect["duration_s"].as_f64().unwrap();
+    let is_variable = expect["variable_rate"].as_bool() == Some(true);
+    if !is_variable {
+        let found = probe.info.duration_s;
+        assert!((found - duration).abs() < 0.02 * duration, "{name}: {found} s");
+    }
+    check_probes(ffmpeg, (name, &clip, &probe), expect).await;
+}
+
+fn sides(value: &Value) -> Option<Vec<u64>> {
+    value.as_array().map(|sides| sides.iter().filter_map(Value::as_u64).collect())
+}
+
+async fn check_probes(
+    ffmpeg: &Ffmpeg,
+    (name, clip, probe): (&str, &MemoryFile, &ClipProbe),
+    expect: &Value,
+) {
+    let tolerance = expect["tolerance"].as_u64().unwrap();
+    if let Some(points) = expect["points"].as_array() {
+        let frames = decode(ffmpeg, clip, probe, &[0]).await.unwrap();
+        for point in points {
+            let at = [&point[0], &point[1]].map(|side| side.as_u64().unwrap() as u32);
+            assert_near(pixel(&frames[0], at[0], at[1]), &point[2], tolerance, name);
+        }
+    }
+    let Some(probes) = expect["probes"].as_array() else { return };
+    let numbers: Vec<u64> = probes.iter().map(|probe| probe["frame"].as_u64().unwrap()).collect();
+    let frames = decode(ffmpeg, clip, probe, &numbers).await.unwrap();
+    assert_eq!(frames.len(), numbers.len(), "{name}");
+    for (frame, expected) in frames.iter().zip(probes) {
+        let place = format!("{name} frame {}", expected["frame"]);
+        if expect["barcode"].as_bool() != Some(false) {
+            assert_eq!(Some(bar_code(frame)), expected["source_number"].as_u64(), "{place}");
+        }
+        let found = pixel(frame, frame.size.width / 2, frame.size.height / 3);
+        assert_near(found, &expected["rgb"], tolerance, &place);
+        let time = expected["t"].as_f64().unwrap();
+        let shown = probe.frame_times_s[expected["frame"].as_u64().unwrap() as usize];
+        assert!((shown - time).abs() < 2e-3, "{place}: shown at {shown}, not {time}");
+    }
+    for question in expect["time_questions"].as_array().into_iter().flatten() {
+        let time = question["t"].as_f64().unwrap();
+        let shown = probe.frame_times_s.partition_point(|start| *start <= time) as u64 - 1;
+        let frames = decode(ffmpeg, clip, probe, &[shown]).await.unwrap();
+        assert_eq!(Some(bar_code(&frames[0])), question["source_number"].as_u64(), "{name} {time}");
+    }
+}
+
+#[tokio::test]
+async fn every_good_clip_has_the_frames_sizes_times_and_colours_expected() {
+    let ffmpeg = ffmpeg();
+    let expectations = expectations();
+    let good: Vec<_> =
+        expectations.iter().filter(|(_, expect)| expect["outcome"] == "ok").collect();
+    assert!(good.len() >= 20, "{} clips", good.len());
+    for (name, expect) in good {
+        check_good(&ffmpeg, name, expect).await;
+    }
+    assert_eq!(ffmpeg.metrics.video_processes_now(), 0);
+}
+
+#[tokio::test]
+async fn every_bad_clip_is_rejected_and_nothing_is_opened_in_its_name() {
+    let ffmpeg = ffmpeg();
+    for (name, _) in expectations().iter().filter(|(_, expect)| expect["outcome"] == "error") {
+        let refused = ffmpeg.probe(&clip(name)).await.map(|probe| probe.codec).unwrap_err();
+        assert_eq!(refused.kind, ErrorKind::MediaRejected, "{name}: {refused:?}");
+        assert!(!refused.message.contains("/proc"), "{name}: {refused}");
+    }
+}
+
+#[tokio::test]
+async fn a_truncated_clip_gives_the_frames_that_can_be_decoded() {
+    let ffmpeg = ffmpeg();
+    let clip = clip("vid_truncated_tail.mp4");
+
+    let probe = ffmpeg.probe(&clip).await.unwrap();
+
+    assert!((1..30).contains(&probe.info.num_frames), "{}", probe.info.num_frames);
+    let all: Vec<u64> = (0..probe.info.num_frames).collect();
+    let codes: Vec<u64> =
+        decode(&ffmpeg, &clip, &probe, &all).await.unwrap().iter().map(bar_code).collect();
+    assert_eq!(codes, all, "no frame twice");
+}
+
+#[tokio::test]
+async fn a_promise_of_more_frames_than_there_are_is_a_refusal_not_a_repetition() {
+    let ffmpeg = ffmpeg();
+    let clip = clip("vid_two_frames.mp4");
+    let probe = ffmpeg.probe(&clip).await.unwrap();
+
+    let refused = decode(&ffmpeg, &clip, &probe, &[0, 1, 7]).await.unwrap_err();
+
+    assert_eq!(refused.kind, ErrorKind::MediaRejected);
+    assert!(refused.message.contains("2 of the 3"), "{refused}");
+}
+
+#[tokio::test]
+async fn a_long_clip_is_sampled_by_number_without_holding_it() {
+    let ffmpeg = ffmpeg();
+    let clip = clip("vid_long_10min_30fps.mp4");
+    let probe = ffmpeg.probe(&clip).await.unwrap();
+    let numbers: Vec<u64> = (0..600).map(|second| second * 30).collect();
+
+    let mut stream = ffmpeg.frames(&clip, &probe, &numbers).await.unwrap();
+    let mut codes = HashMap::new();
+    while let Some(frame) = stream.next().await.unwrap() {
+        *codes.entry(bar_code(&frame)).or_insert(0) += 1;
+    }
+
+    // one bar code each half minute
+    assert_eq!(codes.len(), 20);
+    assert!(codes.values().all(|count| *count == 30), "{codes:?}");
+}
+
+/// Processes of ours that run FFmpeg and are not zombies.
+fn running_children() -> usize {
+    let own = std::process::id().to_string();
+    let is_child = |stat: &str| {
+        let (name, rest) = stat.split_once('(').and_then(|(_, r)| r.rsplit_once(')')).unwrap();
+        let mut fields = rest.split_whitespace();
+        let (state, parent) = (fields.next().unwrap(), fields.next().unwrap());
+        name.starts_with("ff") && state != "Z" && parent == own
+    };
+    std::fs::read_dir("/proc")
+        .unwrap()
+        .filter_map(|entry| std::fs::read_to_string(entry.unwrap().path().join("stat")).ok())
+        .filter(|stat| is_child(stat))
+        .count()
+}
+
+#[tokio::test]
+async fn dropping_a_stream_kills_its_child_and_frees_its_place() {
+    let ffmpeg = Ffmpeg { places: Arc::new(Semaphore::new(1)), ..ffmpeg() };
+    let clip = clip("vid_long_10min_30fps.mp4");
+    let probe = ffmpeg.probe(&clip).await.unwrap();
+    let all: Vec<u64> = (0..probe.info.num_frames).collect();
+
+    let mut stream = ffmpeg.frames(&clip, &probe, &all).await.unwrap();
+    stream.next().await.unwrap();
+    assert_eq!(ffmpeg.metrics.video_processes_now(), 1);
+    drop(stream);
+
+    assert_eq!(ffmpeg.metrics.video_processes_now(), 0);
+    assert_eq!(ffmpeg.places.available_permits(), 1);
+    // the next run must find the place free, and the child dead once the system has buried it
+    assert_eq!(decode(&ffmpeg, &clip, &probe, &[3]).await.unwrap().len(), 1);
+    let deadline = Instant::now() + Duration::from_secs(5);
+    while running_children() > 2 && Instant::now() < deadline {
+        tokio::task::yield_now().await;
+    }
+    assert!(running_children() <= 2, "only other tests' children may be left");
+}
+
+#[tokio::test]
+async fn a_child_that_takes_too_long_is_ended_with_a_named_error() {
+    let ffmpeg = Ffmpeg { timeout: Duration::from_millis(1), ..ffmpeg() };
+    let refused = ffmpeg.probe(&clip("vid_long_10min_30fps.mp4")).await.unwrap_err();
+    assert_eq!(refused.kind, ErrorKind::DeadlineExceeded);
+    assert_eq!(ffmpeg.metrics.video_processes_now(), 0);
+}
+
+#[tokio::test]
+async fn without_ffmpeg_the_error_says_what_to_install() {
+    let limits = FfmpegLimits {
+        max_processes: 1,
+        timeout: Duration::from_secs(1),
+        decode: DecodeLimits::default(),
+    };
+    let nowhere = Ffmpeg::find(None, limits, Arc::new(Metrics::default()));
+    let refused = nowhere.probe(&clip("vid_cfr_h264.mp4")).await.unwrap_err();
+    assert_eq!(refused.kind, ErrorKind::MediaUnavailable);
+    assert!(refused.message.contains("install the package ffmpeg"), "{refused}");
+}
+
+#[tokio::test]
+async fn frames_larger_than_the_limit_are_refused_before_decoding() {
+    let ffmpeg = Ffmpeg { limits: DecodeLimits { max_pixels: 128 * 96 - 1 }, ..ffmpeg() };
+    let refused = ffmpeg.probe(&clip("vid_cfr_h264.mp4")).await.unwrap_err();
+    assert_eq!(refused.kind, ErrorKind::MediaRejected);
+    assert!(refused.message.contains("12288"), "{refused}");
+}
+
+#[test]
+fn versions_that_know_fps_mode_are_told_apart() {
+    assert!(knows_fps_mode("ffmpeg version 5.1.9-0+deb12u1 Copyright"));
+    assert!(knows_fps_mode("ffmpeg version n8.0 Copyright"));
+    assert!(knows_fps_mode("ffmpeg version N-110000-gabcdef Copyright"));
+    assert!(!knows_fps_mode("ffmpeg version 4.4.2-0ubuntu0.22.04.1 Copyright"));
+    assert!(!knows_fps_mode("ffmpeg version 5.0.1 Copyright"));
+}

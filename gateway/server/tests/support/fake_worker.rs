@@ -1,0 +1,430 @@
+//! A real gRPC worker that says what a test tells it to say, and remembers what it was asked.
+
+use std::collections::HashMap;
+use std::net::SocketAddr;
+use std::pin::Pin;
+use std::sync::{Arc, Mutex};
+
+use futures::Stream;
+use futures::stream::StreamExt;
+use sha2::{Digest, Sha256};
+use tokio::sync::{Notify, mpsc, watch};
+use tonic::metadata::{BinaryMetadataValue, MetadataMap};
+use tonic::{Code, Request, Response, Status, Streaming};
+
+/// The protocol as the tests compile it for themselves.
+#[allow(dead_code, missing_docs, clippy::all)]
+pub mod proto {
+    include!(concat!(env!("OUT_DIR"), "/server/m3stack.worker.v1.rs"));
+}
+
+use proto::worker_service_server::{WorkerService, WorkerServiceServer};
+
+/// One thing a worker does with a request.
+#[derive(Clone)]
+pub enum Act {
+    /// Leave the queue.
+    Start,
+    /// Say these tokens in one message.
+    Tokens(Vec<u32>),
+    /// Say these tokens with a log-probability each.
+    Logprobs(Vec<(u32, f32)>),
+    /// End by a stop id.
+    Stop,
+    /// End by length.
+    Length,
+    /// Fail with an explained error.
+    Fail(proto::ErrorKind, &'static str),
+    /// Fail with a bare status.
+    Break(Code),
+    /// Wait until the test says so.
+    Wait(Arc<Notify>),
+    /// Say nothing for ever.
+    Hang,
+}
+
+/// What a test tells a worker to do with a request, given its header.
+pub type Script = Arc<dyn Fn(&proto::GenerateHeader) -> Vec<Act> + Send + Sync>;
+
+/// Which media a worker claims to lack.
+#[derive(Clone, Copy, PartialEq, Eq)]
+pub enum Holds {
+    Nothing,
+    Everything,
+}
+
+/// A request as it arrived.
+#[derive(Clone, Default)]
+pub struct Seen {
+    pub header: proto::GenerateHeader,
+    /// Patch bytes of each item that was sent, whole and with a hash that was right.
+    pub patches: HashMap<u32, Vec<u8>>,
+    pub trace_id: Option<String>,
+    pub has_deadline: bool,
+}
+
+#[derive(Default)]
+pub struct Record {
+    pub seen: Vec<Seen>,
+    /// Calls that the gateway dropped before their end.
+    pub cancelled: usize,
+    /// Calls that ran to their end.
+    pub ended: usize,
+}
+
+struct Inner {
+    identity: proto::Identity,
+    script: Mutex<Script>,
+    holds: Mutex<Holds>,
+    record: Arc<Mutex<Record>>,
+    changed: Arc<Notify>,
+    state: watch::Receiver<proto::WorkerState>,
+}
+
+/// A worker on its own runtime; dropping it is `kill -9`.
+pub struct FakeWorker {
+    pub address: SocketAddr,
+    inner: Arc<Inner>,
+    state: watch::Sender<proto::WorkerState>,
+    runtime: Option<tokio::runtime::Runtime>,
+}
+
+impl FakeWorker {
+    /// Starts on a free port, or on `address` to take the place of one that was killed.
+    pub fn start(facts: proto::ModelFacts, fingerprint: [u8; 32], address: Option<SocketAddr>) -> Self {
+        let runtime = tokio::runtime::Builder::new_multi_thread()
+            .worker_threads(1)
+            .enable_all()
+            .build()
+            .unwrap();
+        let wanted = address.unwrap_or_else(|| "127.0.0.1:0".parse().unwrap());
+        let listener = std::net::TcpListener::bind(wanted).unwrap();
+        listener.set_nonblocking(true).unwrap();
+        let address = listener.local_addr().unwrap();
+        let (state, follow) = watch::channel(proto::WorkerState::Ready);
+        let inner = Arc::new(Inner {
+            identity: identity(facts, fingerprint),
+            script: Mutex::new(Arc::new(|_| vec![Act::Start, Act::Stop])),
+            holds: Mutex::new(Holds::Nothing),
+            record: Arc::default(),
+            changed: Arc::default(),
+            state: follow,
+        });
+        let service = WorkerServiceServer::from_arc(Arc::new(Service(Arc::clone(&inner))))
+            .max_decoding_message_size(64 << 20);
+        runtime.spawn(async move {
+            let listener = tokio::net::TcpListener::from_std(listener).unwrap();
+            let incoming = tokio_stream::wrappers::TcpListenerStream::new(listener);
+            let server = tonic::transport::Server::builder().add_service(service);
+            server.serve_with_incoming(incoming).await
+        });
+        Self { address, inner, state, runtime: Some(runtime) }
+    }
+
+    pub fn set_script(&self, script: impl Fn(&proto::GenerateHeader) -> Vec<Act> + Send + Sync + 'static) {
+        *self.inner.script.lock().unwrap() = Arc::new(script);
+    }
+
+    pub fn set_acts(&self, acts: Vec<Act>) {
+        self.set_script(move |_| acts.clone());
+    }
+
+    pub fn set_holds(&self, holds: Holds) {
+        *self.inner.holds.lock().unwrap() = holds;
+    }
+
+    pub fn set_state(&self, state: proto::WorkerState) {
+        self.state.send_replace(state);
+    }
+
+    pub fn seen(&self) -> Vec<Seen> {
+        self.inner.record.lock().unwrap().seen.clone()
+    }
+
+    /// Waits until what this worker has seen satisfies the test.
+    pub async fn wait_until(&self, is_so: impl Fn(&Record) -> bool) {
+        let waiting = async {
+            loop {
+                let notified = self.inner.changed.notified();
+                if is_so(&self.inner.record.lock().unwrap()) {
+                    return;
+                }
+                notified.await;
+            }
+        };
+        tokio::time::timeout(std::time::Duration::from_secs(20), waiting)
+            .await
+            .expect("the worker never saw it");
+    }
+
+    /// Ends it as a crash would: every connection breaks at once.
+    pub fn kill(mut self) -> SocketAddr {
+        let address = self.address;
+        if let Some(runtime) = self.runtime.take() {
+            // blocking is not allowed on the test's own thread
+            let shutdown = move || runtime.shutdown_timeout(std::time::Duration::from_secs(5));
+            std::thread::spawn(shutdown).join().unwrap();
+        }
+        address
+    }
+}
+
+impl Drop for FakeWorker {
+    fn drop(&mut self) {
+        if let Some(runtime) = self.runtime.take() {
+            runtime.shutdown_background();
+        }
+    }
+}
+
+fn identity(facts: proto::ModelFacts, fingerprint: [u8; 32]) -> proto::Identity {
+    static STARTS: std::sync::atomic::AtomicU32 = std::sync::atomic::AtomicU32::new(0);
+    let start = STARTS.fetch_add(1, std::sync::atomic::Ordering::Relaxed);
+    proto::Identity {
+        worker_id: format!("fake-{start}"),
+        version: "test".into(),
+        model_name: "fake".into(),
+        max_context_tokens: facts.max_position_embeddings,
+        facts: Some(facts),
+        fingerprint: fingerprint.to_vec().into(),
+        page_tokens: 128,
+    }
+}
+
+struct Service(Arc<Inner>);
+
+type Replies<T> = Pin<Box<dyn Stream<Item = Result<T, Status>> + Send>>;
+
+#[tonic::async_trait]
+impl WorkerService for Service {
+    type GenerateStream = Replies<proto::GenerateResponse>;
+    type WatchStream = Replies<proto::WatchResponse>;
+
+    async fn watch(
+        &self,
+        _request: Request<proto::WatchRequest>,
+    ) -> Result<Response<Self::WatchStream>, Status> {
+        let inner = Arc::clone(&self.0);
+        let (sender, receiver) = mpsc::channel(4);
+        tokio::spawn(async move {
+            let mut state = inner.state.clone();
+            let mut identity = Some(inner.identity.clone());
+            loop {
+                let now = *state.borrow_and_update();
+                let load = proto::Load { total_pages: 100, ..proto::Load::default() };
+                let message = proto::WatchResponse {
+                    identity: identity.take(),
+                    state: now.into(),
+                    load: Some(load),
+                };
+                if sender.send(Ok(message)).await.is_err() {
+                    return;
+                }
+                let pulse = tokio::time::sleep(std::time::Duration::from_millis(500));
+                tokio::select! { _ = state.changed() => {}, () = pulse => {} }
+            }
+        });
+        Ok(Response::new(tokio_stream::wrappers::ReceiverStream::new(receiver).boxed()))
+    }
+
+    async fn generate(
+        &self,
+        request: Request<Streaming<proto::GenerateRequest>>,
+    ) -> Result<Response<Self::GenerateStream>, Status> {
+        let inner = Arc::clone(&self.0);
+        let metadata = request.metadata().clone();
+        let (sender, receiver) = mpsc::channel(1);
+        let guard = CallGuard { inner: Arc::clone(&inner), is_ended: false };
+        tokio::spawn(async move {
+            let closed = sender.clone();
+            let mut guard = guard;
+            tokio::select! {
+                () = closed.closed() => {}
+                outcome = run(&inner, metadata, request.into_inner(), &sender) => {
+                    match outcome {
+                        Ok(()) => guard.is_ended = true,
+                        // the upload broke because the gateway dropped the call
+                        Err(status) if status.code() == Code::Cancelled => {}
+                        Err(status) => {
+                            guard.is_ended = sender.send(Err(status)).await.is_ok();
+                        }
+                    }
+                }
+            }
+        });
+        Ok(Response::new(tokio_stream::wrappers::ReceiverStream::new(receiver).boxed()))
+    }
+}
+
+struct CallGuard {
+    inner: Arc<Inner>,
+    is_ended: bool,
+}
+
+impl Drop for CallGuard {
+    fn drop(&mut self) {
+        let mut record = self.inner.record.lock().unwrap();
+        if self.is_ended {
+            record.ended += 1;
+        } else {
+            record.cancelled += 1;
+        }
+        drop(record);
+        self.inner.changed.notify_waiters();
+    }
+}
+
+type Sender = mpsc::Sender<Result<proto::GenerateResponse, Status>>;
+
+async fn run(
+    inner: &Arc<Inner>,
+    metadata: MetadataMap,
+    mut requests: Streaming<proto::GenerateRequest>,
+    sender: &Sender,
+) -> Result<(), Status> {
+    let first = requests.message().await?.and_then(|request| request.body);
+    let Some(proto::generate_request::Body::Header(header)) = first else {
+        return Err(Status::invalid_argument("no header"));
+    };
+    let seen = Seen {
+        header: header.clone(),
+        patches: HashMap::new(),
+        trace_id: metadata.get("x-request-id").map(|id| id.to_str().unwrap().to_owned()),
+        has_deadline: metadata.contains_key("grpc-timeout"),
+    };
+    let place = {
+        let mut record = inner.record.lock().unwrap();
+        record.seen.push(seen);
+        record.seen.len() - 1
+    };
+    inner.changed.notify_waiters();
+    if !header.media.is_empty() {
+        receive_media(inner, &header, place, &mut requests, sender).await?;
+    }
+    let script = Arc::clone(&*inner.script.lock().unwrap());
+    play(&header, script(&header), sender).await
+}
+
+async fn receive_media(
+    inner: &Arc<Inner>,
+    header: &proto::GenerateHeader,
+    place: usize,
+    requests: &mut Streaming<proto::GenerateRequest>,
+    sender: &Sender,
+) -> Result<(), Status> {
+    let holds = *inner.holds.lock().unwrap();
+    let needed: Vec<u32> = match holds {
+        Holds::Everything => Vec::new(),
+        Holds::Nothing => (0..header.media.len() as u32).collect(),
+    };
+    let needs = proto::MediaNeeds { item_indices: needed.clone() };
+    say(sender, proto::generate_response::Body::Needs(needs)).await?;
+    for index in needed {
+        let promised = header.media[index as usize].patch_bytes;
+        let mut bytes = Vec::new();
+        let mut hash = None;
+        while (bytes.len() as u64) < promised {
+            let Some(request) = requests.message().await? else {
+                // the upload's half of a dropped call may end cleanly before its reset arrives
+                return Err(Status::cancelled("the upload ended early"));
+            };
+            let Some(proto::generate_request::Body::Chunk(chunk)) = request.body else {
+                return Err(Status::invalid_argument("not a chunk"));
+            };
+            assert_eq!((chunk.item_index, chunk.offset), (index, bytes.len() as u64));
+            assert!(chunk.data.len() <= 2 << 20);
+            bytes.extend_from_slice(&chunk.data);
+            hash = Some(chunk.patches_sha256);
+        }
+        assert_eq!(bytes.len() as u64, promised);
+        assert_eq!(hash.as_deref(), Some(Sha256::digest(&bytes).as_slice()));
+        inner.record.lock().unwrap().seen[place].patches.insert(index, bytes);
+        inner.changed.notify_waiters();
+    }
+    Ok(())
+}
+
+async fn play(
+    header: &proto::GenerateHeader,
+    acts: Vec<Act>,
+    sender: &Sender,
+) -> Result<(), Status> {
+    use proto::generate_response::Body;
+    let mut said = 0;
+    for act in acts {
+        match act {
+            Act::Start => {
+                let started = proto::Started { queue_ms: 1, cached_tokens: 3 };
+                say(sender, Body::Started(started)).await?;
+            }
+            Act::Tokens(token_ids) => {
+                said += token_ids.len() as u32;
+                let tokens = proto::Tokens { token_ids, logprobs: Vec::new() };
+                say(sender, Body::Tokens(tokens)).await?;
+            }
+            Act::Logprobs(tokens) => {
+                said += tokens.len() as u32;
+                let entry = |(id, logprob): &(u32, f32)| proto::TokenLogprob {
+                    logprob: *logprob,
+                    top: vec![proto::Alternative { token_id: *id, logprob: *logprob }],
+                };
+                let tokens = proto::Tokens {
+                    logprobs: tokens.iter().map(entry).collect(),
+                    token_ids: tokens.into_iter().map(|(id, _)| id).collect(),
+                };
+                say(sender, Body::Tokens(tokens)).await?;
+            }
+            Act::Stop => finish(header, said, proto::FinishReason::Stop, sender).await?,
+            Act::Length => finish(header, said, proto::FinishReason::Length, sender).await?,
+            Act::Fail(kind, message) => return Err(explained(kind, message)),
+            Act::Break(code) => return Err(Status::new(code, "bare")),
+            Act::Wait(notify) => notify.notified().await,
+            Act::Hang => std::future::pending().await,
+        }
+    }
+    Ok(())
+}
+
+async fn finish(
+    header: &proto::GenerateHeader,
+    said: u32,
+    reason: proto::FinishReason,
+    sender: &Sender,
+) -> Result<(), Status> {
+    let usage = proto::Usage {
+        prompt_tokens: header.prompt_token_ids.len() as u32,
+        cached_tokens: 3,
+        completion_tokens: said,
+        ..proto::Usage::default()
+    };
+    let finished =
+        proto::Finished { reason: reason.into(), stop_token_id: None, usage: Some(usage) };
+    say(sender, proto::generate_response::Body::Finished(finished)).await
+}
+
+async fn say(sender: &Sender, body: proto::generate_response::Body) -> Result<(), Status> {
+    let response = proto::GenerateResponse { body: Some(body) };
+    sender.send(Ok(response)).await.map_err(|_| Status::cancelled("the gateway has left"))
+}
+
+fn explained(kind: proto::ErrorKind, message: &str) -> Status {
+    use prost::Message;
+    use proto::ErrorKind as Kind;
+    let code = match kind {
+        Kind::InvalidRequest | Kind::ContextTooLong | Kind::MediaRejected => Code::InvalidArgument,
+        Kind::Overloaded => Code::ResourceExhausted,
+        Kind::WorkerUnavailable => Code::Unavailable,
+        Kind::DeadlineExceeded => Code::DeadlineExceeded,
+        Kind::Cancelled => Code::Cancelled,
+        Kind::Internal | Kind::Unspecified => Code::Internal,
+    };
+    let detail = proto::ErrorDetail {
+        kind: kind.into(),
+        message: message.into(),
+        param: "sampling.top_p".into(),
+    };
+    let mut trailers = MetadataMap::new();
+    let value = BinaryMetadataValue::from_bytes(&detail.encode_to_vec());
+    trailers.insert_bin("m3stack-error-bin", value);
+    Status::with_metadata(code, message, trailers)
+}
