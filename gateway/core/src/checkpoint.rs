@@ -59,3 +59,6 @@ pub fn with_spec(
     let defaults = spec.generation_defaults().clone();
     Ok(Model { spec, prompt_builder, defaults })
 }
+
+#[cfg(test)]
+pub(crate) mod tests;

@@ -1,14 +1,6 @@
-use crate::checkpoint::{Model, OpenOptions, open};
+use crate::checkpoint::tests::tiny_model;
 use crate::conversation::check_chat;
 use crate::openai::RequestBody;
-use crate::tokenizer::EngineChoice;
-use std::path::Path;
-
-pub(crate) fn tiny_model() -> Model {
-    let dir = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../worker/m3stack/checkpoints/tiny");
-    open(&dir, OpenOptions { engine: EngineChoice::Auto, clock: || 0 })
-        .unwrap_or_else(|error| panic!("{error}"))
-}
 
 #[test]
 fn renders() {

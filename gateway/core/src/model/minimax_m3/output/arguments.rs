@@ -1,7 +1,8 @@
 //! Writes a call's arguments as JSON while their elements arrive: what the schema settles goes out
 //! at once, what it leaves open waits for the end of the element, or of its repetition.
 
-use super::element::{Element, ITEM, List, names_member_of_item, write_leaf, write_run};
+use super::element::{Element, ITEM, names_member_of_item, write_leaf, write_run};
+use super::frame::{Frame, Kind, fold, kind_of_value, may_be_other, tree, waits_for_repetition};
 use super::lexer::Tag;
 use super::object::{ObjectState, Waiting};
 use crate::json::{Json, MAX_DEPTH, escape_into};
@@ -14,33 +15,6 @@ pub(super) struct ArgumentWriter {
     /// Open elements, the call's own object first.
     frames: Vec<Frame>,
     out: String,
-}
-
-#[derive(Debug)]
-struct Frame {
-    /// The element's name; none for the call itself and for an item without tags.
-    name: Option<String>,
-    view: View,
-    kind: Kind,
-}
-
-#[derive(Debug)]
-enum Kind {
-    Object(ObjectState),
-    /// A list, and the text since the last tag.
-    List(List, String),
-    /// A string that is on its way; tags inside are text, their names are kept for the closing.
-    Text(Vec<String>),
-    /// A string or another scalar, undecided.
-    Leaf(String),
-    /// Something that is written when it is complete: elements of the same name that came before,
-    /// and the open ones, outermost first.
-    Tree {
-        before: Vec<Element>,
-        open: Vec<Element>,
-    },
-    /// A second value of a member that takes one.
-    Ignored(Vec<String>),
 }
 
 impl ArgumentWriter {
@@ -309,94 +283,4 @@ impl ArgumentWriter {
             (Kind::Ignored(_), _) => {}
         }
     }
-}
-
-impl Frame {
-    /// Whether an element of that name is open here.
-    fn has_open(&self, name: &str) -> bool {
-        self.name.as_deref() == Some(name)
-            || match &self.kind {
-                Kind::Text(inner) | Kind::Ignored(inner) => inner.iter().any(|open| open == name),
-                Kind::Tree { open, .. } => open.iter().skip(1).any(|open| open.name == name),
-                _ => false,
-            }
-    }
-
-    /// Closes an element inside this one; false if there is none of that name.
-    fn close_inner(&mut self, name: &str, out: &mut String) -> bool {
-        match &mut self.kind {
-            Kind::Text(inner) => {
-                let Some(at) = inner.iter().rposition(|open| open == name) else { return false };
-                inner.truncate(at);
-                escape_into(&Tag { name: name.to_owned(), is_closing: true }.plain(), out);
-                true
-            }
-            Kind::Ignored(inner) => {
-                let Some(at) = inner.iter().rposition(|open| open == name) else { return false };
-                inner.truncate(at);
-                true
-            }
-            Kind::Tree { open, .. } => {
-                let at = open.iter().skip(1).rposition(|open| open.name == name);
-                let Some(at) = at else { return false };
-                fold(open, at + 1);
-                true
-            }
-            _ => false,
-        }
-    }
-
-    fn depth(&self) -> usize {
-        match &self.kind {
-            Kind::Text(inner) | Kind::Ignored(inner) => 1 + inner.len(),
-            Kind::Tree { open, .. } => open.len(),
-            _ => 1,
-        }
-    }
-}
-
-/// Puts open elements into those around them until `num_left` are left.
-fn fold(open: &mut Vec<Element>, num_left: usize) {
-    while open.len() > num_left {
-        let Some(child) = open.pop() else { return };
-        match open.last_mut() {
-            Some(parent) => parent.push_child(child),
-            None => open.push(child),
-        }
-    }
-}
-
-fn tree(before: Vec<Element>, name: &str) -> Kind {
-    Kind::Tree { before, open: vec![Element::new(name)] }
-}
-
-/// How a value of that place is to be written.
-fn kind_of_value(schema: &Schema, view: View, name: &str) -> Kind {
-    match schema.types(view) {
-        Types::STRING => Kind::Text(Vec::new()),
-        Types::OBJECT => Kind::Object(ObjectState::default()),
-        Types::ARRAY => Kind::List(List::default(), String::new()),
-        types if types.has(Types::STRING) && !types.has(Types::ARRAY) => Kind::Leaf(String::new()),
-        _ => tree(Vec::new(), name),
-    }
-}
-
-/// Whether a member is written only when no further one of its name can come.
-fn waits_for_repetition(schema: &Schema, view: View, kind: &Kind) -> bool {
-    matches!(kind, Kind::Tree { .. }) && schema.types(view).has(Types::ARRAY)
-}
-
-/// Whether a text may still become a value that is no string.
-fn may_be_other(text: &str, types: Types) -> bool {
-    let begins = |word: &str| word.starts_with(text);
-    let may_be_number = |text: &str| {
-        text.starts_with(|first: char| first == '-' || first.is_ascii_digit())
-            && text.bytes().all(|byte| b"+-.eE".contains(&byte) || byte.is_ascii_digit())
-    };
-    text.is_empty()
-        || (types.has(Types::NULL) && begins("null"))
-        || (types.has(Types::BOOLEAN) && (begins("true") || begins("false")))
-        || (types.has(Types::NUMBER) && may_be_number(text))
-        || (types.has(Types::OBJECT)
-            && matches!(text.trim_ascii_start().as_bytes(), [] | [b'{', ..]))
 }
