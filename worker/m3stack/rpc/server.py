@@ -6,6 +6,7 @@ import asyncio
 import dataclasses
 import logging
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import aclosing
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -130,8 +131,9 @@ class WorkerService(pb_grpc.WorkerServiceServicer):
                 ErrorKind.INVALID_REQUEST, text + str(MAX_HEARTBEAT_MS), "heartbeat_ms"
             )
             await _abort(context, error)
-        async for message in self._parts.board.watch(WatchTiming(heartbeat_ms / 1000)):
-            await context.write(message)
+        async with aclosing(self._parts.board.watch(WatchTiming(heartbeat_ms / 1000))) as messages:
+            async for message in messages:
+                await context.write(message)
 
     def _ready_target(self) -> _Target:
         state = self._parts.board.state

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncGenerator, Callable
 from dataclasses import dataclass, replace
 
 from m3stack.rpc.convert import load_to_proto
@@ -69,7 +69,7 @@ class StatusBoard:
         self._is_closed = True
         self._notify()
 
-    async def watch(self, timing: WatchTiming) -> AsyncIterator[pb.WatchResponse]:
+    async def watch(self, timing: WatchTiming) -> AsyncGenerator[pb.WatchResponse, None]:
         """Messages for one watcher, until `close`."""
         changed = asyncio.Event()
         self._changes.add(changed)
