@@ -25,7 +25,8 @@ pub struct ImageHeader {
 /// What one picture may cost.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct DecodeLimits {
-    /// Most pixels that a header may declare. Decoding takes up to 10 bytes of memory for each.
+    /// Most pixels that a header may declare. Decoding takes 3 to 9 bytes of memory for each, a
+    /// TIFF of 16 bits up to 16.
     pub max_pixels: u64,
 }
 

@@ -6,10 +6,14 @@ mod scalar;
 mod weights;
 
 use crate::types::{ImageSize, RgbFrame};
-use weights::AxisWeights;
+use weights::{AxisPart, AxisWeights};
 
 /// Bytes of a pixel.
 const CHANNELS: usize = 3;
+/// Rows that the horizontal pass takes together: a vector of bytes.
+const BAND: usize = 32;
+/// Target pixels that it makes of them at a time, so that their columns stay in the nearest cache.
+const TILE: usize = 64;
 
 /// A frame at another size.
 ///
@@ -42,16 +46,6 @@ enum Kernels {
     /// 256-bit integer vectors.
     #[cfg(target_arch = "x86_64")]
     Avx2(avx2::Avx2),
-}
-
-impl Kernels {
-    fn best() -> Self {
-        #[cfg(target_arch = "x86_64")]
-        if let Some(proof) = avx2::Avx2::detect() {
-            return Self::Avx2(proof);
-        }
-        Self::Scalar
-    }
 }
 
 impl Resizer {
@@ -104,9 +98,10 @@ impl Resizer {
     /// The horizontal pass alone.
     fn narrow_all(&self, pixels: &[u8], axis: &AxisWeights) -> Vec<u8> {
         let row_bytes = self.target_row_bytes();
+        let mut tile = Tile::default();
         let mut out = vec![0; row_bytes * self.source.height as usize];
-        for (pair, target) in out.chunks_mut(2 * row_bytes).enumerate() {
-            self.narrow_pair(pixels, 2 * pair, target, axis);
+        for (number, target) in out.chunks_mut(BAND * row_bytes).enumerate() {
+            self.narrow_band(pixels, number * BAND, axis, &mut tile, target);
         }
         out
     }
@@ -116,71 +111,127 @@ impl Resizer {
         let row_bytes = self.target_row_bytes();
         let mut out = vec![0; row_bytes * self.target.height as usize];
         for (index, target) in out.chunks_exact_mut(row_bytes).enumerate() {
-            let start = axis.starts[index] as usize;
-            self.lower(
-                |tap| &pixels[(start + tap) * row_bytes..][..row_bytes],
-                target,
-                axis,
-                index,
-            );
+            let window = &pixels[axis.starts[index] as usize * row_bytes..];
+            self.kernels.weighted_rows(window, axis.row(index), axis.precision, target);
         }
         out
     }
 
-    /// Both passes, row by row, keeping only the narrowed rows that the vertical window still needs.
+    /// Both passes, keeping only the narrowed rows that the vertical window still needs.
     fn both(&self, pixels: &[u8], across: &AxisWeights, down: &AxisWeights) -> Vec<u8> {
         let row_bytes = self.target_row_bytes();
-        // rows are narrowed two at a time, from an even number on, so a pair never wraps around
-        let capacity = (down.longest() + 2).next_multiple_of(2);
-        let mut ring = vec![0; capacity * row_bytes];
+        let height = self.source.height as usize;
+        let mut tile = Tile::default();
+        // rows `first` to `next` of the narrowed picture
+        let mut window = vec![0; (down.longest + BAND) * row_bytes];
+        let (mut first, mut next) = (0, 0);
         let mut out = vec![0; row_bytes * self.target.height as usize];
-        let mut narrowed = 0;
         for (index, target) in out.chunks_exact_mut(row_bytes).enumerate() {
             let start = down.starts[index] as usize;
             let end = start + down.counts[index] as usize;
-            narrowed = narrowed.max(start & !1);
-            while narrowed < end {
-                let rows = 2.min(self.source.height as usize - narrowed);
-                let slot = &mut ring[narrowed % capacity * row_bytes..][..rows * row_bytes];
-                self.narrow_pair(pixels, narrowed, slot, across);
-                narrowed += rows;
+            while next < end {
+                let kept = next.saturating_sub(start);
+                window
+                    .copy_within((next - kept - first) * row_bytes..(next - first) * row_bytes, 0);
+                first = next - kept;
+                let rows = BAND.min(height - next);
+                let slot = &mut window[kept * row_bytes..][..rows * row_bytes];
+                self.narrow_band(pixels, next, across, &mut tile, slot);
+                next += rows;
             }
-            let row = |tap| &ring[(start + tap) % capacity * row_bytes..][..row_bytes];
-            self.lower(row, target, down, index);
+            let rows = &window[(start - first) * row_bytes..];
+            self.kernels.weighted_rows(rows, down.row(index), down.precision, target);
         }
         out
     }
 
-    /// Narrows one or two rows, as many as `target` holds, from row `first` on.
-    fn narrow_pair(&self, pixels: &[u8], first: usize, target: &mut [u8], axis: &AxisWeights) {
-        let source_bytes = self.source_row_bytes();
-        let rest = &pixels[first * source_bytes..];
-        match self.kernels {
-            Kernels::Scalar => {
-                let rows = target.chunks_exact_mut(self.target_row_bytes());
-                for (source, target) in rest.chunks_exact(source_bytes).zip(rows) {
-                    scalar::horizontal_row(source, target, axis);
-                }
-            }
+    /// Narrows rows from row `first` on, as many as `target` holds, `BAND` at most.
+    fn narrow_band(
+        &self,
+        pixels: &[u8],
+        first: usize,
+        axis: &AxisWeights,
+        tile: &mut Tile,
+        target: &mut [u8],
+    ) {
+        let (source_bytes, target_bytes) = (self.source_row_bytes(), self.target_row_bytes());
+        let count = target.len() / target_bytes;
+        let rows = pixels[first * source_bytes..].chunks_exact(source_bytes).take(count);
+        let width = axis.starts.len();
+        for start in (0..width).step_by(TILE) {
+            let part = axis.part(start..width.min(start + TILE));
+            let source = part.source();
+            let (from, to) = (source.start * CHANNELS, source.end * CHANNELS);
+            let strips: Vec<&[u8]> = rows.clone().map(|row| &row[from..to]).collect();
+            tile.wide.resize((to - from) * BAND, 0);
+            tile.narrow.resize(part.len() * CHANNELS * BAND, 0);
+            self.kernels.to_columns(&strips, &mut tile.wide);
+            self.kernels.narrow(&tile.wide, part, &mut tile.narrow);
+            let place = Place { row_bytes: target_bytes, offset: start * CHANNELS };
+            self.kernels.to_rows(&tile.narrow, place, target);
+        }
+    }
+}
+
+/// Where in the rows of a buffer a part of each row belongs.
+#[derive(Clone, Copy)]
+struct Place {
+    /// Bytes of a whole row.
+    row_bytes: usize,
+    /// Bytes of a row before the part.
+    offset: usize,
+}
+
+/// Scratch of the horizontal pass, which works on columns: there, as in the vertical pass, a pixel
+/// is a weighted sum of neighbouring rows of bytes.
+#[derive(Default)]
+struct Tile {
+    /// A part of `BAND` source rows in columns: `[pixel, channel, row]`.
+    wide: Vec<u8>,
+    /// What becomes of it: `TILE` pixels at most.
+    narrow: Vec<u8>,
+}
+
+impl Kernels {
+    fn best() -> Self {
+        #[cfg(target_arch = "x86_64")]
+        if let Some(proof) = avx2::Avx2::detect() {
+            return Self::Avx2(proof);
+        }
+        Self::Scalar
+    }
+
+    /// One row made of the rows that follow each other in `source`.
+    fn weighted_rows(self, source: &[u8], weights: &[i16], precision: u32, target: &mut [u8]) {
+        let stride = target.len();
+        match self {
+            Self::Scalar => scalar::weighted_rows(source, stride, weights, precision, target),
             #[cfg(target_arch = "x86_64")]
-            Kernels::Avx2(proof) => proof.horizontal_rows(rest, source_bytes, target, axis),
+            Self::Avx2(proof) => proof.weighted_rows(source, stride, weights, precision, target),
         }
     }
 
-    /// Writes target row `index` of the vertical pass; `row` gives the rows of its window.
-    fn lower<'a>(
-        &self,
-        row: impl Fn(usize) -> &'a [u8],
-        target: &mut [u8],
-        axis: &AxisWeights,
-        index: usize,
-    ) {
-        let weights = axis.row(index);
-        let rows: Vec<&[u8]> = (0..weights.len()).map(row).collect();
-        match self.kernels {
-            Kernels::Scalar => scalar::vertical_row(&rows, target, weights, axis.precision),
+    fn narrow(self, columns: &[u8], axis: AxisPart<'_>, target: &mut [u8]) {
+        match self {
+            Self::Scalar => scalar::narrow(columns, axis, target),
             #[cfg(target_arch = "x86_64")]
-            Kernels::Avx2(proof) => proof.vertical_row(&rows, target, weights, axis.precision),
+            Self::Avx2(proof) => proof.narrow(columns, axis, target),
+        }
+    }
+
+    fn to_columns(self, rows: &[&[u8]], columns: &mut [u8]) {
+        match self {
+            Self::Scalar => scalar::to_columns(rows, columns),
+            #[cfg(target_arch = "x86_64")]
+            Self::Avx2(proof) => proof.to_columns(rows, columns),
+        }
+    }
+
+    fn to_rows(self, columns: &[u8], place: Place, target: &mut [u8]) {
+        match self {
+            Self::Scalar => scalar::to_rows(columns, place, target),
+            #[cfg(target_arch = "x86_64")]
+            Self::Avx2(proof) => proof.to_rows(columns, place, target),
         }
     }
 }

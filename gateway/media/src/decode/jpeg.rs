@@ -86,7 +86,7 @@ fn decode_scans(
         Err(error) if !is_harmless(&error) => return Err(failed(error)),
         _ => {}
     }
-    let pixels = if is_cmyk { pixels::inverted_cmyk_to_rgb(&samples) } else { samples };
+    let pixels = if is_cmyk { pixels::inverted_cmyk_to_rgb(samples) } else { samples };
     Ok(RgbFrame { size, pixels })
 }
 

@@ -13,62 +13,55 @@ pub(super) enum Layout {
     Rgba,
 }
 
-impl Layout {
-    fn channels(self) -> usize {
-        match self {
-            Self::Grey => 1,
-            Self::GreyAlpha => 2,
-            Self::Rgb => 3,
-            Self::Rgba => 4,
-        }
-    }
-}
-
 /// RGB bytes of 8-bit samples; transparency shows white.
-pub(super) fn to_rgb(samples: Vec<u8>, layout: Layout) -> Vec<u8> {
-    if layout == Layout::Rgb {
-        return samples;
-    }
-    let pixels = samples.len() / layout.channels();
-    let mut rgb = Vec::with_capacity(pixels * 3);
+pub(super) fn to_rgb(mut samples: Vec<u8>, layout: Layout) -> Vec<u8> {
     match layout {
-        Layout::Rgb => {}
-        Layout::Grey => rgb.extend(samples.iter().flat_map(|&grey| [grey; 3])),
+        Layout::Rgb => samples,
+        Layout::Grey => samples.into_iter().flat_map(|grey| [grey; 3]).collect(),
         Layout::GreyAlpha => {
-            let (pairs, _) = samples.as_chunks::<2>();
-            rgb.extend(pairs.iter().flat_map(|&[grey, alpha]| [over_white(grey, alpha); 3]));
+            compact(&mut samples, |[grey, alpha]| [over_white(grey, alpha)]);
+            to_rgb(samples, Layout::Grey)
         }
         Layout::Rgba => {
-            let (pixels, _) = samples.as_chunks::<4>();
-            rgb.extend(pixels.iter().flat_map(|&[r, g, b, alpha]| {
-                [over_white(r, alpha), over_white(g, alpha), over_white(b, alpha)]
-            }));
+            compact(&mut samples, |[r, g, b, alpha]| [r, g, b].map(|c| over_white(c, alpha)));
+            samples
         }
     }
-    rgb
 }
 
 /// The high bytes of native-endian 16-bit samples.
 ///
 /// The reference's library does the same for colour; for grey it clips at 255 instead, which shows
 /// almost every 16-bit grey picture white, and which we take for a fault.
-pub(super) fn high_bytes(samples: &[u8]) -> Vec<u8> {
-    let (words, _) = samples.as_chunks::<2>();
-    words.iter().map(|&word| (u16::from_ne_bytes(word) >> 8) as u8).collect()
+pub(super) fn high_bytes(mut samples: Vec<u8>) -> Vec<u8> {
+    compact(&mut samples, |word| [(u16::from_ne_bytes(word) >> 8) as u8]);
+    samples
 }
 
 /// RGB bytes of CMYK samples as Adobe stores them: 255 is no ink.
 ///
 /// JPEG files say nowhere else which way round they are, and the reference's library takes all of
 /// them for Adobe's.
-pub(super) fn inverted_cmyk_to_rgb(samples: &[u8]) -> Vec<u8> {
-    let mut rgb = Vec::with_capacity(samples.len() / 4 * 3);
-    let (pixels, _) = samples.as_chunks::<4>();
-    rgb.extend(pixels.iter().flat_map(|&[c, m, y, k]| {
+pub(super) fn inverted_cmyk_to_rgb(mut samples: Vec<u8>) -> Vec<u8> {
+    compact(&mut samples, |[c, m, y, k]| {
         // k is the light that the black ink lets through, and the colour inks take their part of it
         [c, m, y].map(|light| k.saturating_sub(scaled(255 - light, k)))
-    }));
-    rgb
+    });
+    samples
+}
+
+/// Turns every `N` bytes into `M`, no more than `N`, in place: large pictures are not held twice.
+fn compact<const N: usize, const M: usize>(
+    samples: &mut Vec<u8>,
+    convert: impl Fn([u8; N]) -> [u8; M],
+) {
+    let count = samples.len() / N;
+    for index in 0..count {
+        let mut pixel = [0; N];
+        pixel.copy_from_slice(&samples[index * N..][..N]);
+        samples[index * M..][..M].copy_from_slice(&convert(pixel));
+    }
+    samples.truncate(count * M);
 }
 
 /// `colour` at opacity `alpha` on white.
@@ -97,17 +90,17 @@ mod tests {
     #[test]
     fn sixteen_bits_keep_their_high_byte() {
         let words: Vec<u8> = [0_u16, 255, 256, 0x7fff, 0xffff].map(u16::to_ne_bytes).concat();
-        assert_eq!(high_bytes(&words), [0, 0, 1, 0x7f, 0xff]);
+        assert_eq!(high_bytes(words), [0, 0, 1, 0x7f, 0xff]);
     }
 
     #[test]
     fn adobe_inks_become_their_colours() {
         // stored inverted: no ink anywhere, then cyan, magenta, yellow, black
-        let inks = [
+        let inks = vec![
             255, 255, 255, 255, 0, 255, 255, 255, 255, 0, 255, 255, 255, 255, 0, 255, 255, 255,
             255, 0,
         ];
         let colours = [255, 255, 255, 0, 255, 255, 255, 0, 255, 255, 255, 0, 0, 0, 0];
-        assert_eq!(inverted_cmyk_to_rgb(&inks), colours);
+        assert_eq!(inverted_cmyk_to_rgb(inks), colours);
     }
 }

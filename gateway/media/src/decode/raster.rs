@@ -77,7 +77,7 @@ pub(super) fn decode(
             return Err(MediaError::UnsupportedFeature { format: format.name(), feature });
         }
     };
-    let samples = if is_wide { pixels::high_bytes(&samples) } else { samples };
+    let samples = if is_wide { pixels::high_bytes(samples) } else { samples };
     let pixels = pixels::to_rgb(samples, layout);
     if pixels.len() as u64 != size.pixels() * 3 {
         let reason = "its data and its header disagree on the size".into();
@@ -135,6 +135,13 @@ fn translated(format: &'static str, error: ImageError) -> MediaError {
             let reason = "it asks for far more memory than its size needs".into();
             MediaError::Unreadable { format, reason }
         }
-        other => MediaError::Unreadable { format, reason: other.to_string() },
+        other => {
+            // the decoders put a line about the format before what they met
+            let text = other.to_string();
+            let reason = text
+                .strip_prefix("Format error decoding ")
+                .and_then(|rest| rest.split_once(": ").map(|(_, reason)| reason.to_owned()));
+            MediaError::Unreadable { format, reason: reason.unwrap_or(text) }
+        }
     }
 }

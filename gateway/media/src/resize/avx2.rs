@@ -1,28 +1,23 @@
 //! The resampling kernels in 256-bit integer vectors; every byte equals that of `scalar`.
 #![allow(unsafe_code)]
 
-use super::scalar;
-use super::weights::{AxisWeights, TAP_GROUP};
+use super::weights::AxisPart;
+use super::{BAND, CHANNELS, Place, scalar};
 use std::arch::x86_64::{
-    __m128i, __m256i, _mm_cvtsi32_si128, _mm_loadu_si128, _mm256_add_epi32,
-    _mm256_broadcastsi128_si256, _mm256_castsi128_si256, _mm256_extract_epi32,
+    __m256i, _MM_HINT_T0, _mm_cvtsi32_si128, _mm_loadu_si128, _mm_prefetch, _mm_storeu_si128,
+    _mm256_add_epi32, _mm256_castsi128_si256, _mm256_castsi256_si128, _mm256_extracti128_si256,
     _mm256_inserti128_si256, _mm256_loadu_si256, _mm256_madd_epi16, _mm256_packs_epi32,
-    _mm256_packus_epi16, _mm256_set1_epi32, _mm256_setzero_si256, _mm256_shuffle_epi8,
-    _mm256_sra_epi32, _mm256_storeu_si256, _mm256_unpackhi_epi8, _mm256_unpacklo_epi8,
+    _mm256_packus_epi16, _mm256_set1_epi32, _mm256_setzero_si256, _mm256_sra_epi32,
+    _mm256_storeu_si256, _mm256_unpackhi_epi8, _mm256_unpacklo_epi8,
 };
 
-/// Bytes of a 256-bit vector.
+/// Bytes of a vector.
 const VECTOR: usize = 32;
-/// Bytes that one load of the horizontal kernel reads, of which it uses 12.
-const LOAD: usize = 16;
-/// Marks a byte that a shuffle sets to zero.
-const ZERO: u8 = 0x80;
-/// Pixels 0 and 1 of four as the 16-bit pairs R0 R1, G0 G1, B0 B1, 0 0.
-const FIRST_PAIR: [u8; LOAD] =
-    [0, ZERO, 3, ZERO, 1, ZERO, 4, ZERO, 2, ZERO, 5, ZERO, ZERO, ZERO, ZERO, ZERO];
-/// Pixels 2 and 3 likewise.
-const SECOND_PAIR: [u8; LOAD] =
-    [6, ZERO, 9, ZERO, 7, ZERO, 10, ZERO, 8, ZERO, 11, ZERO, ZERO, ZERO, ZERO, ZERO];
+/// Bytes of half a vector: the side of the squares that are transposed.
+const HALF: usize = 16;
+
+/// How far ahead of a row's bytes they are asked for, a few lines of the cache.
+const PREFETCH: usize = 256;
 
 /// Proof that this machine runs these kernels.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -34,95 +29,90 @@ impl Avx2 {
         std::arch::is_x86_feature_detected!("avx2").then_some(Self(()))
     }
 
-    /// One or two neighbouring rows made narrower or wider.
-    ///
-    /// `source` begins with the first row and may go on past the last; `target` holds the whole
-    /// rows that result.
-    pub(super) fn horizontal_rows(
+    /// As [`scalar::weighted_rows`].
+    pub(super) fn weighted_rows(
         self,
         source: &[u8],
-        source_bytes: usize,
-        target: &mut [u8],
-        axis: &AxisWeights,
-    ) {
-        let row_bytes = axis.starts.len() * 3;
-        if target.len() == row_bytes {
-            return scalar::horizontal_row(source, target, axis);
-        }
-        let (upper, lower) = target.split_at_mut(row_bytes);
-        // SAFETY: `self` exists only where AVX2 was detected.
-        unsafe { two_rows(source, &source[source_bytes..], [upper, lower], axis) }
-    }
-
-    /// One row made of `rows` weighted by `weights`, one each; all rows as long as `target`.
-    pub(super) fn vertical_row(
-        self,
-        rows: &[&[u8]],
-        target: &mut [u8],
+        stride: usize,
         weights: &[i16],
         precision: u32,
+        target: &mut [u8],
     ) {
         let whole = target.len() / VECTOR * VECTOR;
+        let (body, tail) = target.split_at_mut(whole);
         // SAFETY: `self` exists only where AVX2 was detected.
-        unsafe { columns(rows, &mut target[..whole], weights, precision) };
-        let tails: Vec<&[u8]> = rows.iter().map(|row| &row[whole..]).collect();
-        scalar::vertical_row(&tails, &mut target[whole..], weights, precision);
-    }
-}
-
-/// Both rows at once, one in each half of a vector; four source pixels a step.
-#[target_feature(enable = "avx2")]
-fn two_rows(upper: &[u8], lower: &[u8], [above, below]: [&mut [u8]; 2], axis: &AxisWeights) {
-    let rounding = _mm256_set1_epi32(scalar::rounding(axis.precision));
-    let shift = _mm_cvtsi32_si128(axis.precision as i32);
-    let (first_pair, second_pair) = (pattern(&FIRST_PAIR), pattern(&SECOND_PAIR));
-    for (index, weights) in axis.weights.chunks_exact(axis.taps).enumerate() {
-        let start = axis.starts[index] as usize * 3;
-        let groups = (axis.counts[index] as usize).div_ceil(TAP_GROUP);
-        let end = start + (groups - 1) * TAP_GROUP * 3 + LOAD;
-        // `lower` is the shorter of the two slices; near its end a load would leave it
-        let (Some(up), Some(down)) = (upper.get(start..end), lower.get(start..end)) else {
-            scalar::horizontal_pixel(upper, above, axis, index);
-            scalar::horizontal_pixel(lower, below, axis, index);
-            continue;
-        };
-        let mut sums = rounding;
-        for (group, four) in weights.chunks_exact(TAP_GROUP).take(groups).enumerate() {
-            let pixels = load_halves(up, down, group * TAP_GROUP * 3);
-            let pairs = [(first_pair, two(four[0], four[1])), (second_pair, two(four[2], four[3]))];
-            for (pick, weight) in pairs {
-                let taps = _mm256_shuffle_epi8(pixels, pick);
-                sums = _mm256_add_epi32(sums, _mm256_madd_epi16(taps, weight));
-            }
+        unsafe { weighted_blocks(source, stride, weights, precision, body) };
+        if !tail.is_empty() {
+            scalar::weighted_rows(&source[whole..], stride, weights, precision, tail);
         }
-        let bytes = pack(_mm256_sra_epi32(sums, shift));
-        store_pixel(above, index, _mm256_extract_epi32::<0>(bytes));
-        store_pixel(below, index, _mm256_extract_epi32::<4>(bytes));
+    }
+
+    /// As [`scalar::narrow`].
+    pub(super) fn narrow(self, columns: &[u8], axis: AxisPart<'_>, target: &mut [u8]) {
+        // SAFETY: `self` exists only where AVX2 was detected.
+        unsafe { narrow(columns, axis, target) }
+    }
+
+    /// As [`scalar::to_columns`].
+    pub(super) fn to_columns(self, rows: &[&[u8]], columns: &mut [u8]) {
+        let whole = rows[0].len() / HALF * HALF;
+        let (squares, rest) = columns.split_at_mut(whole * BAND);
+        // SAFETY: `self` exists only where AVX2 was detected.
+        unsafe { to_columns(rows, squares) };
+        if !rest.is_empty() {
+            let strips: Vec<&[u8]> = rows.iter().map(|row| &row[whole..]).collect();
+            scalar::to_columns(&strips, rest);
+        }
+    }
+
+    /// As [`scalar::to_rows`].
+    pub(super) fn to_rows(self, columns: &[u8], place: Place, target: &mut [u8]) {
+        let whole = columns.len() / BAND / HALF * HALF;
+        let (squares, rest) = columns.split_at(whole * BAND);
+        // SAFETY: `self` exists only where AVX2 was detected.
+        unsafe { to_rows(squares, place, target) };
+        if !rest.is_empty() {
+            scalar::to_rows(rest, Place { offset: place.offset + whole, ..place }, target);
+        }
     }
 }
 
-/// Columns of bytes, 32 at a time, two rows a step; `target` is a whole number of vectors.
 #[target_feature(enable = "avx2")]
-fn columns(rows: &[&[u8]], target: &mut [u8], weights: &[i16], precision: u32) {
+fn narrow(columns: &[u8], axis: AxisPart<'_>, target: &mut [u8]) {
+    let pixel = CHANNELS * BAND;
+    for ((start, weights), out) in axis.windows().zip(target.chunks_exact_mut(pixel)) {
+        weighted_blocks(&columns[start * pixel..], pixel, weights, axis.precision(), out);
+    }
+}
+
+/// Weighted rows for whole vectors of `target`, two rows a step.
+#[inline]
+#[target_feature(enable = "avx2")]
+fn weighted_blocks(
+    source: &[u8],
+    stride: usize,
+    weights: &[i16],
+    precision: u32,
+    target: &mut [u8],
+) {
+    let (pairs, odd) = weights.as_chunks::<2>();
+    assert!(source.len() >= (weights.len() - 1) * stride + target.len());
     let rounding = _mm256_set1_epi32(scalar::rounding(precision));
     let shift = _mm_cvtsi32_si128(precision as i32);
     let zero = _mm256_setzero_si256();
     for (block, out) in target.chunks_exact_mut(VECTOR).enumerate() {
+        let first = block * VECTOR;
         let mut sums = [rounding; 4];
-        for (pair, weight) in rows.chunks(2).zip(weights.chunks(2)) {
-            let a = load(pair[0], block);
-            let b = pair.get(1).map_or(zero, |row| load(row, block));
-            let weight = two(weight[0], weight.get(1).copied().unwrap_or(0));
-            let (low, high) = (_mm256_unpacklo_epi8(a, b), _mm256_unpackhi_epi8(a, b));
-            let taps = [
-                _mm256_unpacklo_epi8(low, zero),
-                _mm256_unpackhi_epi8(low, zero),
-                _mm256_unpacklo_epi8(high, zero),
-                _mm256_unpackhi_epi8(high, zero),
-            ];
-            for (sum, tap) in sums.iter_mut().zip(taps) {
-                *sum = _mm256_add_epi32(*sum, _mm256_madd_epi16(tap, weight));
-            }
+        for (pair, &[weight, next_weight]) in pairs.iter().enumerate() {
+            let at = first + 2 * pair * stride;
+            // SAFETY: rows 2 * pair and 2 * pair + 1 are in `source`, by the assertion above.
+            let (a, b) = unsafe { (load(source, at), load(source, at + stride)) };
+            sums = add_taps(sums, a, b, [weight, next_weight]);
+        }
+        if let &[weight] = odd {
+            // SAFETY: the last row is in `source`, by the assertion above.
+            let a = unsafe { load(source, first + (weights.len() - 1) * stride) };
+            sums = add_taps(sums, a, zero, [weight, 0]);
         }
         let [a, b, c, d] = sums.map(|sum| _mm256_sra_epi32(sum, shift));
         // packing interleaves within halves exactly as unpacking did, so the order comes back
@@ -132,46 +122,123 @@ fn columns(rows: &[&[u8]], target: &mut [u8], weights: &[i16], precision: u32) {
     }
 }
 
-/// Two 16-bit weights, repeated over the vector.
+/// Adds two rows of bytes times their weights to 32 sums, kept in unpacking order.
+#[inline]
 #[target_feature(enable = "avx2")]
-fn two(first: i16, second: i16) -> __m256i {
-    _mm256_set1_epi32(i32::from(first) & 0xffff | i32::from(second) << 16)
+fn add_taps(sums: [__m256i; 4], a: __m256i, b: __m256i, weights: [i16; 2]) -> [__m256i; 4] {
+    let weights = _mm256_set1_epi32(i32::from(weights[0]) & 0xffff | i32::from(weights[1]) << 16);
+    let zero = _mm256_setzero_si256();
+    let (low, high) = (_mm256_unpacklo_epi8(a, b), _mm256_unpackhi_epi8(a, b));
+    let add = |sum, bytes| _mm256_add_epi32(sum, _mm256_madd_epi16(bytes, weights));
+    [
+        add(sums[0], _mm256_unpacklo_epi8(low, zero)),
+        add(sums[1], _mm256_unpackhi_epi8(low, zero)),
+        add(sums[2], _mm256_unpacklo_epi8(high, zero)),
+        add(sums[3], _mm256_unpackhi_epi8(high, zero)),
+    ]
 }
 
-/// The same shuffle in both halves.
+/// Turns squares of 16 columns: the upper 16 rows in the lower halves, the others in the upper.
 #[target_feature(enable = "avx2")]
-fn pattern(bytes: &[u8; LOAD]) -> __m256i {
-    // SAFETY: the array has the 16 bytes that the load reads, and the load needs no alignment.
-    _mm256_broadcastsi128_si256(unsafe { _mm_loadu_si128(bytes.as_ptr().cast()) })
+fn to_columns(rows: &[&[u8]], columns: &mut [u8]) {
+    let width = columns.len() / BAND;
+    assert!(rows.iter().all(|row| row.len() >= width));
+    let lanes: [&[u8]; BAND] = std::array::from_fn(|lane| rows[lane.min(rows.len() - 1)]);
+    for (block, out) in columns.chunks_exact_mut(HALF * BAND).enumerate() {
+        let left = block * HALF;
+        // the processor follows fewer streams than there are rows; a quarter of them a square
+        for lane in lanes.iter().skip(block % 4).step_by(4) {
+            prefetch(lane, left + PREFETCH);
+        }
+        let mut square = [_mm256_setzero_si256(); HALF];
+        for (lane, vector) in square.iter_mut().enumerate() {
+            // SAFETY: every row has the `width` bytes of all squares, by the assertion above.
+            *vector = unsafe { load_halves(lanes[lane], lanes[lane + HALF], left) };
+        }
+        let turned = transposed(square);
+        for (column, vector) in out.chunks_exact_mut(BAND).zip(turned) {
+            // SAFETY: a column has BAND bytes, the size of a vector, and needs no alignment.
+            unsafe { _mm256_storeu_si256(column.as_mut_ptr().cast(), vector) };
+        }
+    }
 }
 
-/// 16 bytes of each slice from `offset` on, in the lower and the upper half.
+/// The way back for whole squares.
 #[target_feature(enable = "avx2")]
-fn load_halves(low: &[u8], high: &[u8], offset: usize) -> __m256i {
-    let half = |bytes: &[u8]| -> __m128i {
-        let bytes: &[u8] = &bytes[offset..][..LOAD];
-        // SAFETY: the slice has the 16 bytes that the load reads, and the load needs no alignment.
-        unsafe { _mm_loadu_si128(bytes.as_ptr().cast()) }
+fn to_rows(columns: &[u8], place: Place, target: &mut [u8]) {
+    for (block, bytes) in columns.chunks_exact(HALF * BAND).enumerate() {
+        let mut square = [_mm256_setzero_si256(); HALF];
+        for (vector, column) in square.iter_mut().zip(bytes.chunks_exact(BAND)) {
+            // SAFETY: a column has BAND bytes, the size of a vector, and needs no alignment.
+            *vector = unsafe { _mm256_loadu_si256(column.as_ptr().cast()) };
+        }
+        let turned = transposed(square);
+        let left = place.offset + block * HALF;
+        let mut rows = target.chunks_exact_mut(place.row_bytes).map(|row| &mut row[left..][..HALF]);
+        let low = turned.iter().map(|&vector| _mm256_castsi256_si128(vector));
+        let high = turned.iter().map(|&vector| _mm256_extracti128_si256::<1>(vector));
+        for half in low.chain(high) {
+            let Some(out) = rows.next() else { break };
+            // SAFETY: `out` has the 16 bytes that the store writes, at any alignment.
+            unsafe { _mm_storeu_si128(out.as_mut_ptr().cast(), half) };
+        }
+    }
+}
+
+/// Transposes the 16 by 16 bytes in the lower halves, and those in the upper halves.
+///
+/// Each round interleaves vector `i` with vector `i + 8`, which rotates the bits of a byte's place
+/// (vector, byte) by one; four rounds exchange vector and byte.
+#[inline]
+#[target_feature(enable = "avx2")]
+fn transposed(mut square: [__m256i; HALF]) -> [__m256i; HALF] {
+    for _ in 0..4 {
+        let mut next = square;
+        for index in 0..HALF / 2 {
+            let (a, b) = (square[index], square[index + HALF / 2]);
+            next[2 * index] = _mm256_unpacklo_epi8(a, b);
+            next[2 * index + 1] = _mm256_unpackhi_epi8(a, b);
+        }
+        square = next;
+    }
+    square
+}
+
+/// 32 bytes of `bytes` from `at` on.
+///
+/// # Safety
+/// They must be there.
+#[inline]
+#[target_feature(enable = "avx2")]
+unsafe fn load(bytes: &[u8], at: usize) -> __m256i {
+    debug_assert!(at + VECTOR <= bytes.len());
+    // SAFETY: the caller vouches for the bytes, and the load needs no alignment.
+    unsafe { _mm256_loadu_si256(bytes.as_ptr().add(at).cast()) }
+}
+
+/// 16 bytes of each row from `at` on, in the lower and the upper half.
+///
+/// # Safety
+/// They must be there.
+#[inline]
+#[target_feature(enable = "avx2")]
+unsafe fn load_halves(low: &[u8], high: &[u8], at: usize) -> __m256i {
+    debug_assert!(at + HALF <= low.len() && at + HALF <= high.len());
+    // SAFETY: the caller vouches for the bytes, and the loads need no alignment.
+    let (low, high) = unsafe {
+        (
+            _mm_loadu_si128(low.as_ptr().add(at).cast()),
+            _mm_loadu_si128(high.as_ptr().add(at).cast()),
+        )
     };
-    _mm256_inserti128_si256::<1>(_mm256_castsi128_si256(half(low)), half(high))
+    _mm256_inserti128_si256::<1>(_mm256_castsi128_si256(low), high)
 }
 
-/// Block number `block` of a row.
+/// Asks for the line of the cache that holds byte `at` of a row, which may lie past its end.
+#[inline]
 #[target_feature(enable = "avx2")]
-fn load(row: &[u8], block: usize) -> __m256i {
-    let bytes = &row[block * VECTOR..][..VECTOR];
-    // SAFETY: the slice has the 32 bytes that the load reads, and the load needs no alignment.
-    unsafe { _mm256_loadu_si256(bytes.as_ptr().cast()) }
-}
-
-/// 32-bit sums as bytes, clamped; those of each half at its beginning.
-#[target_feature(enable = "avx2")]
-fn pack(sums: __m256i) -> __m256i {
-    let words = _mm256_packs_epi32(sums, sums);
-    _mm256_packus_epi16(words, words)
-}
-
-/// Writes the three low bytes of `value` as pixel `index`.
-fn store_pixel(row: &mut [u8], index: usize, value: i32) {
-    row[index * 3..][..3].copy_from_slice(&value.to_le_bytes()[..3]);
+#[allow(unused_unsafe, reason = "a prefetch is unsafe in the oldest compiler we support")]
+fn prefetch(row: &[u8], at: usize) {
+    // SAFETY: a prefetch is a hint; it may name any address.
+    unsafe { _mm_prefetch::<_MM_HINT_T0>(row.as_ptr().wrapping_add(at).cast()) };
 }

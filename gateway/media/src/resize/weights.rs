@@ -1,25 +1,25 @@
 //! Integer weights of the bicubic antialias filter along one axis.
 
+use std::ops::Range;
+
 /// The filter's sharpness; Keys' cubic with a = -1/2.
 const CUBIC_A: f64 = -0.5;
 /// Half the width of the unscaled filter, in source pixels.
 const CUBIC_RADIUS: f64 = 2.0;
 /// Fractional bits never exceed this.
 const MAX_PRECISION_BITS: u32 = 22;
-/// Taps are padded with zeros to a multiple of this, so that kernels may take them in groups.
-pub(super) const TAP_GROUP: usize = 4;
 
 /// Which source pixels make each target pixel of one axis, and in what parts.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) struct AxisWeights {
-    /// First source pixel of each target pixel; never decreases.
+    /// First source pixel of each target pixel; neither these nor the ends ever decrease.
     pub(super) starts: Vec<u32>,
     /// Source pixels that each target pixel reads; 1 at least.
     pub(super) counts: Vec<u32>,
-    /// `taps` weights for each target pixel in units of `2^-precision`, zero past its count.
-    pub(super) weights: Vec<i16>,
-    /// Weights stored for each target pixel; a multiple of [`TAP_GROUP`].
-    pub(super) taps: usize,
+    /// `longest` weights for each target pixel in units of `2^-precision`, zero past its count.
+    weights: Vec<i16>,
+    /// Most source pixels that one target pixel reads.
+    pub(super) longest: usize,
     /// Fractional bits of the weights; 1 at least.
     pub(super) precision: u32,
 }
@@ -36,31 +36,64 @@ impl AxisWeights {
         let largest = exact.iter().flat_map(|(_, row)| row).fold(0.0_f64, |a, &b| a.max(b));
         let precision = precision_for(largest);
         let longest = exact.iter().map(|(_, row)| row.len()).max().unwrap_or(1);
-        let taps = longest.next_multiple_of(TAP_GROUP);
         let scale = f64::from(1_u32 << precision);
-        let mut weights = Vec::with_capacity(exact.len() * taps);
+        let mut weights = Vec::with_capacity(exact.len() * longest);
         for (_, row) in &exact {
             // `round` takes halves away from zero
             weights.extend(row.iter().map(|&weight| (weight * scale).round() as i16));
-            weights.extend(std::iter::repeat_n(0, taps - row.len()));
+            weights.extend(std::iter::repeat_n(0, longest - row.len()));
         }
         Self {
             starts: exact.iter().map(|(start, _)| *start).collect(),
             counts: exact.iter().map(|(_, row)| row.len() as u32).collect(),
             weights,
-            taps,
+            longest,
             precision,
         }
     }
 
-    /// Weights of one target pixel, its padding left out.
-    pub(super) fn row(&self, index: usize) -> &[i16] {
-        &self.weights[index * self.taps..][..self.counts[index] as usize]
+    /// The target pixels of `range`, which is not empty.
+    pub(super) fn part(&self, range: Range<usize>) -> AxisPart<'_> {
+        AxisPart { axis: self, first: range.start, len: range.len() }
     }
 
-    /// Most source pixels that one target pixel reads.
-    pub(super) fn longest(&self) -> usize {
-        self.counts.iter().copied().max().unwrap_or(1) as usize
+    /// Weights of one target pixel, its padding left out.
+    pub(super) fn row(&self, index: usize) -> &[i16] {
+        &self.weights[index * self.longest..][..self.counts[index] as usize]
+    }
+}
+
+/// Neighbouring target pixels of an axis.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct AxisPart<'a> {
+    axis: &'a AxisWeights,
+    first: usize,
+    len: usize,
+}
+
+impl<'a> AxisPart<'a> {
+    /// Target pixels in it.
+    pub(super) fn len(self) -> usize {
+        self.len
+    }
+
+    /// Source pixels that they are made of.
+    pub(super) fn source(self) -> Range<usize> {
+        let last = self.first + self.len - 1;
+        let end = self.axis.starts[last] + self.axis.counts[last];
+        self.axis.starts[self.first] as usize..end as usize
+    }
+
+    /// Of each target pixel: its first source pixel, counted from that of the part, and weights.
+    pub(super) fn windows(self) -> impl Iterator<Item = (usize, &'a [i16])> {
+        let origin = self.axis.starts[self.first];
+        (self.first..self.first + self.len)
+            .map(move |index| ((self.axis.starts[index] - origin) as usize, self.axis.row(index)))
+    }
+
+    /// As [`AxisWeights::precision`].
+    pub(super) fn precision(self) -> u32 {
+        self.axis.precision
     }
 }
 
@@ -122,14 +155,15 @@ mod tests {
     }
 
     #[test]
-    fn windows_stay_inside_the_source_and_starts_never_decrease() {
+    fn windows_stay_inside_the_source_and_never_step_back() {
         for (source, target) in [(1, 28), (3, 1000), (1000, 3), (1920, 896), (7, 6), (65535, 28)] {
             let axis = AxisWeights::new(source, target);
-            assert!(axis.starts.is_sorted(), "{source} to {target}");
+            let ends: Vec<u32> = axis.starts.iter().zip(&axis.counts).map(|(a, b)| a + b).collect();
+            assert!(axis.starts.is_sorted() && ends.is_sorted(), "{source} to {target}");
             for (start, count) in axis.starts.iter().zip(&axis.counts) {
                 assert!(*count >= 1 && start + count <= source, "{source} to {target}");
             }
-            assert!(axis.precision >= 1 && axis.taps.is_multiple_of(super::TAP_GROUP));
+            assert!(axis.precision >= 1);
         }
     }
 
@@ -140,7 +174,7 @@ mod tests {
             for index in 0..target as usize {
                 let sum: i64 = axis.row(index).iter().map(|&weight| i64::from(weight)).sum();
                 let error = (sum - (1 << axis.precision)).unsigned_abs();
-                assert!(error <= axis.taps as u64, "{source} to {target}: off by {error}");
+                assert!(error <= axis.longest as u64, "{source} to {target}: off by {error}");
             }
         }
     }
