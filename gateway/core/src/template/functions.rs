@@ -5,6 +5,7 @@ use super::python::{DumpOptions, dumps};
 use super::values::LiteralNumber;
 use minijinja::value::{Kwargs, Value};
 use minijinja::{Environment, Error, ErrorKind, State};
+use minijinja_contrib::pycompat::unknown_method_callback;
 
 /// Variable that holds a character which is no text and must pass through every escape.
 pub(crate) const SENTINEL_VARIABLE: &str = "m3stack_sentinel";
@@ -16,7 +17,7 @@ struct Raised(String);
 
 /// Adds everything to `environment`.
 pub(super) fn install(environment: &mut Environment<'static>, clock: UnixClock) {
-    environment.set_unknown_method_callback(minijinja_contrib::pycompat::unknown_method_callback);
+    environment.set_unknown_method_callback(method);
     environment.add_filter("tojson", tojson);
     environment.add_test("number", |value: Value| value.is_number() || literal(&value).is_some());
     environment.add_test("integer", |value: Value| match literal(&value) {
@@ -43,6 +44,34 @@ pub(super) fn raised_message(error: &Error) -> Option<String> {
         source = current.source();
     }
     None
+}
+
+/// Python's methods of strings, lists and mappings.
+fn method(
+    state: &mut State,
+    value: &Value,
+    name: &str,
+    arguments: &[Value],
+) -> Result<Value, Error> {
+    match (value.as_str(), name) {
+        (Some(text), "title") if arguments.is_empty() => Ok(Value::from(title(text))),
+        _ => unknown_method_callback(state, value, name, arguments),
+    }
+}
+
+/// `str.title`: a letter begins a word wherever no letter stands before it.
+fn title(text: &str) -> String {
+    let mut out = String::with_capacity(text.len());
+    let mut is_inside = false;
+    for character in text.chars() {
+        if is_inside {
+            out.extend(character.to_lowercase());
+        } else {
+            out.extend(character.to_uppercase());
+        }
+        is_inside = character.is_alphabetic();
+    }
+    out
 }
 
 fn literal(value: &Value) -> Option<&LiteralNumber> {

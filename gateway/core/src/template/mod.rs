@@ -15,7 +15,7 @@ use minijinja::{Environment, ErrorKind};
 pub type UnixClock = fn() -> i64;
 
 /// Steps that one rendering may take; a conversation of a million tokens needs a fraction.
-const FUEL: u64 = 100_000_000;
+const FUEL: u64 = 50_000_000;
 /// Nested calls and includes.
 const MAX_RECURSION: usize = 200;
 const NAME: &str = "chat_template";

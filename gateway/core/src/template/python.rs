@@ -170,7 +170,7 @@ fn write_string(text: &str, options: &DumpOptions, out: &mut String) {
     crate::json::write_string(text, &mut escaped);
     let mut units = [0; 2];
     for character in escaped.chars() {
-        if character.is_ascii() || Some(character) == options.sentinel {
+        if matches!(character, ' '..='~') || Some(character) == options.sentinel {
             out.push(character);
             continue;
         }

@@ -7,7 +7,8 @@ use minijinja::value::{Object as TemplateObject, ObjectRepr, Value};
 use std::fmt;
 use std::sync::Arc;
 
-/// A number that the template engine would print differently from Python, or cannot hold.
+/// A number that the template engine would print differently from Python, or cannot hold. It
+/// prints and tests as a number, but cannot be calculated with.
 #[derive(Debug)]
 pub(super) struct LiteralNumber {
     /// Python's text of it.
