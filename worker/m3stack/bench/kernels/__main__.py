@@ -10,10 +10,10 @@ from pathlib import Path
 
 import torch
 
-from m3stack.bench.kernels import decode, report
+from m3stack.bench.kernels import decode, prefill, prologue, report
 from m3stack.bench.kernels.harness import Case, measure_ceilings, run_case
 
-CASES: tuple[Case, ...] = (*decode.CASES,)
+CASES: tuple[Case, ...] = (*decode.CASES, *prefill.CASES, *prologue.CASES)
 
 
 def main(arguments: list[str]) -> int:

@@ -86,11 +86,15 @@ def make_batch(
     *,
     device: torch.device | str,
     seed: int = 0,
+    rows_seed: int | None = None,
     dtype: torch.dtype = torch.bfloat16,
     poison: bool = True,
 ) -> MsaBatch:
-    """Random normal inputs; unwritten slots and spare pages are NaN where `poison` is set."""
-    rows, num_pages = make_rows(shape, device, seed)
+    """Random normal inputs; unwritten slots and spare pages are NaN where `poison` is set.
+
+    Batches of one shape and one `rows_seed` have equal rows, as the layers of a model have.
+    """
+    rows, num_pages = make_rows(shape, device, seed if rows_seed is None else rows_seed)
     generator = torch.Generator(device=device).manual_seed(seed)
 
     def normal(*size: int) -> Tensor:

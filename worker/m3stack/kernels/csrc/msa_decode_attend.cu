@@ -43,6 +43,8 @@ constexpr int kUnitKeys = 64;
 constexpr int kTeamWarps = 4;  // warps that share a unit, 16 keys each
 constexpr int kGroupHeads = 16;
 constexpr int kMaxSplits = 16;
+constexpr int kMinClusterSplits = 8;
+constexpr int kInboxBytes = kGroupHeads / kMinClusterSplits * kMaxSplits * kHeadDim * 4;
 constexpr int kPitch = kHeadDim + 8;  // floats between heads of a partial output: no bank conflicts
 
 // lane i holds the largest score and the sum of part i: its share of the whole, already divided by the total
@@ -331,6 +333,10 @@ __global__ void __launch_bounds__(AttendShape<kTeams>::kThreads, AttendShape<kTe
     __shared__ int found[2];
     __shared__ __align__(16) float warp_most[kGroupHeads][kWarps], warp_sum[kGroupHeads][kWarps];
     __shared__ float block_most[kGroupHeads], block_sum[kGroupHeads];
+    // cluster merge: block `split` owns heads split, split + splits, ..; the others write their parts here
+    using Inbox = float[kMaxSplits][kHeadDim];
+    Inbox* inbox = reinterpret_cast<Inbox*>(ring + Shape::kRingBytes);
+    __shared__ float2 inbox_share[kGroupHeads / kMinClusterSplits][kMaxSplits];
     const int splits = kMerge == kAlone ? 1 : args.splits;
     const int line = blockIdx.x / splits, split = blockIdx.x % splits, row = line / args.groups, group = line % args.groups;
     const int thread = threadIdx.x, warp = thread / 32, lane = thread % 32, g = lane / 4, t = lane % 4;
@@ -343,8 +349,13 @@ __global__ void __launch_bounds__(AttendShape<kTeams>::kThreads, AttendShape<kTe
         barrier_init_fence();
     }
     __syncthreads();
+    // no block may write to another before that one runs
+    if constexpr (kMerge == kCluster) asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory");
     wait_for_previous_kernel();
     let_next_kernel_start();
+    const int heads = args.heads_per_group;
+    // asked for first, needed last
+    const Query<kFp8> query = load_query<kFp8>(args.q + int64_t(line) * heads * kHeadDim, heads, g, t);
     int block = -1;
     if (lane < args.num_chosen)
         block = args.blocks[(int64_t(group) * args.num_rows + row) * args.num_chosen + lane];
@@ -398,11 +409,8 @@ __global__ void __launch_bounds__(AttendShape<kTeams>::kThreads, AttendShape<kTe
             }
             copies_arrive(&full[stage]);
         }
+        if constexpr (kMerge == kCluster) asm volatile("barrier.cluster.wait.aligned;" ::: "memory");
     } else {
-        const int heads = args.heads_per_group;
-        const __nv_bfloat16* q =
-            args.q + (int64_t(row) * args.groups + group) * heads * kHeadDim;
-        const Query<kFp8> query = load_query<kFp8>(q, heads, g, t);
         Softmax<kFp8> state;
 #pragma unroll
         for (int d = 0; d < 16; ++d)
@@ -436,6 +444,7 @@ __global__ void __launch_bounds__(AttendShape<kTeams>::kThreads, AttendShape<kTe
             state.sum[side] += __shfl_xor_sync(~0u, state.sum[side], 1);
             state.sum[side] += __shfl_xor_sync(~0u, state.sum[side], 2);
         }
+        if constexpr (kMerge == kCluster) asm volatile("barrier.cluster.wait.aligned;" ::: "memory");
         // every copy has landed and been read: the ring becomes [warp, head, dim] partial outputs
         named_barrier(1, kWarps * 32);
         float* partial = reinterpret_cast<float*>(ring) + warp * kGroupHeads * kPitch;
@@ -473,8 +482,14 @@ __global__ void __launch_bounds__(AttendShape<kTeams>::kThreads, AttendShape<kTe
                 weight[w] = exp2f(warp_most[thread][w] - floor);
                 total += weight[w] * warp_sum[thread][w];
             }
-            block_most[thread] = top;
-            block_sum[thread] = total;
+            if constexpr (kMerge == kCluster) {
+                if (thread < heads)
+                    *cg::this_cluster().map_shared_rank(&inbox_share[thread / splits][split], thread % splits) =
+                        make_float2(top, total);
+            } else {
+                block_most[thread] = top;
+                block_sum[thread] = total;
+            }
             const float inverse = kMerge != kAlone ? 1.f : total == 0.f ? 0.f : 1.f / total;
 #pragma unroll
             for (int w = 0; w < kWarps; ++w) warp_most[thread][w] = weight[w] * inverse;
@@ -491,37 +506,27 @@ __global__ void __launch_bounds__(AttendShape<kTeams>::kThreads, AttendShape<kTe
             if constexpr (kMerge == kAlone)
                 args.out[(int64_t(line) * heads + head) * kHeadDim + dim] = __float2bfloat16(value);
             else if constexpr (kMerge == kCluster)
-                merged[head * kPitch + dim] = value;  // no other thread reads this place
+                *cg::this_cluster().map_shared_rank(&inbox[head / splits][split][dim], head % splits) = value;
             else
                 __stcg(&args.partials[((int64_t(line) * splits + split) * heads + head) * kHeadDim + dim], value);
         }
     }
     if constexpr (kMerge == kAlone) return;
-    const int heads = args.heads_per_group;
     __nv_bfloat16* out = args.out + int64_t(line) * heads * kHeadDim;
     if constexpr (kMerge == kCluster) {
-        cg::cluster_group cluster = cg::this_cluster();
-        cluster.sync();
+        cg::this_cluster().sync();  // every inbox is full, and nobody reads another's memory any more
         if (thread < kHeadDim)
             for (int head = split; head < heads; head += splits) {
-                float most = -INFINITY, sum = 0.f, values[kMaxSplits];
-                if (lane < splits) {
-                    most = *cluster.map_shared_rank(&block_most[head], lane);
-                    sum = *cluster.map_shared_rank(&block_sum[head], lane);
-                }
-#pragma unroll
-                for (int other = 0; other < kMaxSplits; ++other) {
-                    const float* value = reinterpret_cast<const float*>(ring) + head * kPitch + thread;
-                    values[other] = other < splits ? *cluster.map_shared_rank(value, other) : 0.f;
-                }
-                const float weight = share_of_warp(most, sum);
+                const int turn = head / splits;
+                float2 share = make_float2(-INFINITY, 0.f);
+                if (lane < splits) share = inbox_share[turn][lane];
+                const float weight = share_of_warp(share.x, share.y);
                 float mixed = 0.f;
-#pragma unroll
-                for (int other = 0; other < kMaxSplits; ++other)
-                    mixed += __shfl_sync(~0u, weight, other) * values[other];
+#pragma unroll 4
+                for (int other = 0; other < splits; ++other)
+                    mixed += __shfl_sync(~0u, weight, other) * inbox[turn][other][thread];
                 out[head * kHeadDim + thread] = __float2bfloat16(mixed);
             }
-        cluster.sync();
     } else {
         float* sums = args.partials + int64_t(args.num_rows) * args.groups * splits * heads * kHeadDim;
         const int64_t first = int64_t(line) * splits * heads;
@@ -570,7 +575,8 @@ template <bool kFp8, int kTeams, Merge kMerge>
 cudaError_t launch_attend(const AttendArgs& args, cudaStream_t stream) {
     using Shape = AttendShape<kTeams>;
     const void* kernel = reinterpret_cast<const void*>(&attend_kernel<kFp8, kTeams, kMerge>);
-    cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, Shape::kRingBytes);
+    const int bytes = Shape::kRingBytes + (kMerge == kCluster ? kInboxBytes : 0);
+    cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
     if (error != cudaSuccess) return error;
     const int cluster = kMerge == kCluster ? args.splits : 1;
     if (cluster > 8) {
@@ -578,8 +584,8 @@ cudaError_t launch_attend(const AttendArgs& args, cudaStream_t stream) {
         if (error != cudaSuccess) return error;
     }
     void* params[] = {const_cast<AttendArgs*>(&args)};
-    return launch(kernel, dim3(args.num_rows * args.groups * args.splits), Shape::kThreads, Shape::kRingBytes, cluster,
-                  params, stream);
+    return launch(kernel, dim3(args.num_rows * args.groups * args.splits), Shape::kThreads, bytes, cluster, params,
+                  stream);
 }
 
 template <bool kFp8>
@@ -587,6 +593,7 @@ cudaError_t attend(const AttendArgs& args, int teams, int merge, cudaStream_t st
     if (args.splits < 1 || args.splits > kMaxSplits || (args.splits == 1) != (merge == kAlone)) return cudaErrorInvalidValue;
     if (merge == kAlone)
         return teams == 1 ? launch_attend<kFp8, 1, kAlone>(args, stream) : launch_attend<kFp8, 2, kAlone>(args, stream);
+    if (merge == kCluster && args.splits < kMinClusterSplits) return cudaErrorInvalidValue;
     if (merge == kCluster) return launch_attend<kFp8, 2, kCluster>(args, stream);
     return launch_attend<kFp8, 2, kMemory>(args, stream);
 }

@@ -10,6 +10,7 @@ constexpr int kSelectThreads = 256;
 constexpr int kSelectWarps = kSelectThreads / 32;
 constexpr int kLoads = 16;            // keys that a thread has on the way at a time
 constexpr int kMaxCandidates = 1024;
+constexpr int kDirect = 128;          // so few keys are all ranked
 constexpr int kMaxChosen = 32;
 constexpr int kMaxima = kSelectThreads / 4;  // not below kMaxChosen, so that enough keys reach the cut
 
@@ -59,7 +60,7 @@ __device__ __forceinline__ uint64_t total_order(uint32_t key, int block) {
 
 struct __align__(16) SelectShared {
     uint32_t most[kMaxima];
-    uint64_t candidates[kMaxCandidates];
+    uint64_t candidates[kMaxCandidates + 2];
     uint64_t warp_best[kSelectWarps];
     uint32_t warp_threshold[kSelectWarps];
     int winners[kMaxChosen];
@@ -68,10 +69,35 @@ struct __align__(16) SelectShared {
     int found[2];
 };
 
+// winners and cut among shared.candidates[0..count), count even, each entry's rank by counting the larger ones
+__device__ __forceinline__ void rank_candidates(int count, int need, SelectShared& shared) {
+    const ulonglong2* pairs = reinterpret_cast<const ulonglong2*>(shared.candidates);
+    for (int mine = threadIdx.x; mine < count; mine += kSelectThreads) {
+        const uint64_t value = shared.candidates[mine];
+        int rank = value == 0 ? kMaxCandidates : 0;
+#pragma unroll 8
+        for (int other = 0; other < count / 2; ++other) {
+            const ulonglong2 pair = pairs[other];
+            rank += (pair.x > value) + (pair.y > value);
+        }
+        if (rank < need) {
+            shared.winners[rank] = int(~uint32_t(value));
+            if (rank == need - 1) shared.cut = uint32_t(value >> 32);
+        }
+    }
+    __syncthreads();
+}
+
 // the `need` best of keys[0..n), need <= n, into shared.winners in rank order; shared.cut is the last one's key
 // (loops stay rolled: these kernels run once through, so fetching instructions is what they wait for)
 __device__ void best_blocks(const uint32_t* keys, int n, int need, SelectShared& shared) {
     const int thread = threadIdx.x, warp = thread / 32, lane = thread % 32;
+    if (n <= kDirect) {
+        if (thread < kDirect) shared.candidates[thread] = thread < n ? total_order(keys[thread], thread) : 0;
+        __syncthreads();
+        rank_candidates((n + 1) & ~1, need, shared);
+        return;
+    }
     uint32_t most = 0;
 #pragma unroll 1
     for (int base = thread; base < n; base += kLoads * kSelectThreads) {
@@ -112,17 +138,10 @@ __device__ void best_blocks(const uint32_t* keys, int n, int need, SelectShared&
     __syncthreads();
     const int count = shared.count;
     if (count <= kMaxCandidates) {
-        for (int mine = thread; mine < count; mine += kSelectThreads) {
-            const uint64_t value = shared.candidates[mine];
-            int rank = 0;
-#pragma unroll 4
-            for (int other = 0; other < count; ++other) rank += shared.candidates[other] > value;
-            if (rank < need) {
-                shared.winners[rank] = int(~uint32_t(value));
-                if (rank == need - 1) shared.cut = uint32_t(value >> 32);
-            }
-        }
+        // an even number of entries, so that they can be read in pairs; 0 ranks behind every block
+        if (thread == 0) shared.candidates[count] = 0;
         __syncthreads();
+        rank_candidates((count + 1) & ~1, need, shared);
         return;
     }
     // so many equal keys that the list overflows: one exact pass over the row for each winner
