@@ -192,11 +192,6 @@ impl Reply {
         }
     }
 
-    /// What is ready now, so that several steps can share one write; `None` if nothing is.
-    pub fn next_now(&mut self) -> Option<Result<Option<ReplyStep>, GatewayError>> {
-        self.next().now_or_never()
-    }
-
     /// Tokens so far; final after the last step.
     pub fn usage(&self) -> Usage {
         Usage {

@@ -1,5 +1,7 @@
 //! The endpoints as clients see them: real gateway, real HTTP, scripted worker.
 
+#![allow(clippy::unwrap_used)]
+
 mod support;
 
 use serde_json::{Value, json};
@@ -36,7 +38,9 @@ async fn a_whole_chat_reply_has_the_form_of_the_api() {
     assert_eq!(usage["completion_tokens"], ids("Hello, world!").len());
     assert_eq!(
         usage["total_tokens"].as_u64(),
-        Some(usage["prompt_tokens"].as_u64().unwrap() + usage["completion_tokens"].as_u64().unwrap())
+        Some(
+            usage["prompt_tokens"].as_u64().unwrap() + usage["completion_tokens"].as_u64().unwrap()
+        )
     );
     assert_eq!(usage["prompt_tokens_details"]["cached_tokens"], 3);
     assert_eq!(seen.trace_id.as_deref(), Some("my-own-id"));
@@ -76,14 +80,16 @@ async fn a_stream_is_role_text_one_finish_and_one_done() {
 
     let (done, chunks) = events.split_last().unwrap();
     assert_eq!(done, "[DONE]");
-    let chunks: Vec<Value> = chunks.iter().map(|chunk| serde_json::from_str(chunk).unwrap()).collect();
+    let chunks: Vec<Value> =
+        chunks.iter().map(|chunk| serde_json::from_str(chunk).unwrap()).collect();
     assert_eq!(chunks[0]["choices"][0]["delta"], json!({"role": "assistant", "content": ""}));
     let text: String = chunks
         .iter()
         .filter_map(|chunk| chunk["choices"][0]["delta"]["content"].as_str())
         .collect();
     assert_eq!(text, "Hello, wörld! 🦀");
-    let reasons: Vec<_> = chunks.iter().map(|chunk| &chunk["choices"][0]["finish_reason"]).collect();
+    let reasons: Vec<_> =
+        chunks.iter().map(|chunk| &chunk["choices"][0]["finish_reason"]).collect();
     assert!(reasons[..reasons.len() - 1].iter().all(|reason| reason.is_null()));
     assert_eq!(*reasons[reasons.len() - 1], "stop");
     assert!(chunks.iter().all(|chunk| chunk["object"] == "chat.completion.chunk"));

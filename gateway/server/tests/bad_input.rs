@@ -1,5 +1,7 @@
 //! What clients do wrong: the right status and form, others unharmed, nothing left behind.
 
+#![allow(clippy::unwrap_used)]
+
 mod support;
 
 use serde_json::{Value, json};
@@ -112,9 +114,8 @@ async fn a_prompt_that_is_too_long_says_by_how_much() {
         assert_eq!(reply.error()["code"], "context_length_exceeded");
         let counted =
             chat_body(json!({"messages": [{"role": "user", "content": "word ".repeat(3000)}]}));
-        let tokens = gateway.post("/tokenize", counted.to_string()).await.json()["count"]
-            .as_u64()
-            .unwrap();
+        let tokens =
+            gateway.post("/tokenize", counted.to_string()).await.json()["count"].as_u64().unwrap();
         let message = reply.message();
         for figure in [tokens, tokens + 1 - 1200, 1200] {
             assert!(message.contains(&figure.to_string()), "{figure} is not in {message}");
@@ -126,7 +127,10 @@ async fn a_prompt_that_is_too_long_says_by_how_much() {
         let exact = gateway.chat(json!({"max_tokens": 1200 - prompt})).await;
         assert_eq!(exact.status, 200);
         let beyond = gateway.chat(json!({"max_tokens": 1200 - prompt + 1})).await;
-        assert_eq!((beyond.status, beyond.error()["code"].clone()), (400, json!("context_length_exceeded")));
+        assert_eq!(
+            (beyond.status, beyond.error()["code"].clone()),
+            (400, json!("context_length_exceeded"))
+        );
         assert!(beyond.message().contains("1 more"), "{}", beyond.message());
     })
     .await;
@@ -184,7 +188,8 @@ async fn a_body_above_the_limit_is_413_whether_announced_or_not() {
 
         let pieces = large.into_bytes().chunks(10_000).map(<[u8]>::to_vec).collect::<Vec<_>>();
         let stream = futures::stream::iter(pieces.into_iter().map(Ok::<_, std::io::Error>));
-        let chunked = gateway.post("/v1/chat/completions", reqwest::Body::wrap_stream(stream)).await;
+        let chunked =
+            gateway.post("/v1/chat/completions", reqwest::Body::wrap_stream(stream)).await;
         assert_eq!(chunked.status, 413);
         chunked.error();
     })
@@ -234,7 +239,7 @@ async fn bodies_of_all_requests_share_one_budget() {
 #[tokio::test]
 async fn without_a_worker_every_request_is_503_and_says_what_is_missing() {
     let nobody = "127.0.0.1:1".to_owned();
-    let gateway = Gateway::start_before(&[nobody.clone()], &[]).await;
+    let gateway = Gateway::start_before(std::slice::from_ref(&nobody), &[]).await;
     let app = std::sync::Arc::clone(&gateway.app);
     eventually("the worker was tried", move || {
         app.workers.what_is_missing()[0].contains("refused")
@@ -279,7 +284,10 @@ async fn a_request_that_lives_too_long_is_504() {
 
     for stream in [false, true] {
         let reply = gateway.chat(json!({"stream": stream})).await;
-        assert_eq!((reply.status, reply.error()["code"].clone()), (504, json!("deadline_exceeded")));
+        assert_eq!(
+            (reply.status, reply.error()["code"].clone()),
+            (504, json!("deadline_exceeded"))
+        );
     }
     worker.wait_until(|record| record.cancelled == 2).await;
     gateway.assert_idle().await;

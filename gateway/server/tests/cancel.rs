@@ -1,12 +1,14 @@
 //! Clients that leave, workers that die, gateways that stop: every request ends once, and
 //! nothing is left behind.
 
+#![allow(clippy::unwrap_used)]
+
 mod support;
 
 use std::sync::Arc;
 
 use serde_json::{Value, json};
-use support::{Act, Gateway, Holds, chat_body, eventually, events, ids, proto, saying, worker};
+use support::{Act, Gateway, Holds, chat_body, events, eventually, ids, proto, saying, worker};
 use tokio::sync::Notify;
 
 #[tokio::test]

@@ -122,7 +122,7 @@ impl<W: Wording> Writer<W> {
         let mut frames = Frames::default();
         self.put(next, &mut frames);
         while !self.is_over && frames.bytes.len() < WRITE_BYTES {
-            match self.reply.next_now() {
+            match self.caught_next().now_or_never() {
                 Some(next) => self.put(next, &mut frames),
                 None => break,
             }

@@ -112,10 +112,6 @@ impl WorkerEvents {
         loop {
             tokio::select! {
                 biased;
-                reply = next_reply(&mut self.opening, &mut self.replies) => match reply? {
-                    wire::Reply::Event(event) => return Ok(event),
-                    wire::Reply::Needs(needed) => self.begin_upload(needed)?,
-                },
                 outcome = progress(&mut self.upload) => {
                     self.upload = None;
                     match outcome {
@@ -124,6 +120,10 @@ impl WorkerEvents {
                         outcome => outcome?,
                     }
                 }
+                reply = next_reply(&mut self.opening, &mut self.replies) => match reply? {
+                    wire::Reply::Event(event) => return Ok(event),
+                    wire::Reply::Needs(needed) => self.begin_upload(needed)?,
+                },
                 () = &mut self.deadline => return Err(wire::deadline_exceeded()),
                 () = lost.cancelled() => return Err(broken("it was restarted or fell silent")),
             }

@@ -9,7 +9,7 @@ use futures::Stream;
 use futures::stream::StreamExt;
 use sha2::{Digest, Sha256};
 use tokio::sync::{Notify, mpsc, watch};
-use tonic::metadata::{BinaryMetadataValue, MetadataMap};
+use tonic::metadata::MetadataMap;
 use tonic::{Code, Request, Response, Status, Streaming};
 
 /// The protocol as the tests compile it for themselves.
@@ -20,28 +20,7 @@ pub mod proto {
 
 use proto::worker_service_server::{WorkerService, WorkerServiceServer};
 
-/// One thing a worker does with a request.
-#[derive(Clone)]
-pub enum Act {
-    /// Leave the queue.
-    Start,
-    /// Say these tokens in one message.
-    Tokens(Vec<u32>),
-    /// Say these tokens with a log-probability each.
-    Logprobs(Vec<(u32, f32)>),
-    /// End by a stop id.
-    Stop,
-    /// End by length.
-    Length,
-    /// Fail with an explained error.
-    Fail(proto::ErrorKind, &'static str),
-    /// Fail with a bare status.
-    Break(Code),
-    /// Wait until the test says so.
-    Wait(Arc<Notify>),
-    /// Say nothing for ever.
-    Hang,
-}
+use super::script::{self, Act};
 
 /// What a test tells a worker to do with a request, given its header.
 pub type Script = Arc<dyn Fn(&proto::GenerateHeader) -> Vec<Act> + Send + Sync>;
@@ -91,7 +70,11 @@ pub struct FakeWorker {
 
 impl FakeWorker {
     /// Starts on a free port, or on `address` to take the place of one that was killed.
-    pub fn start(facts: proto::ModelFacts, fingerprint: [u8; 32], address: Option<SocketAddr>) -> Self {
+    pub fn start(
+        facts: proto::ModelFacts,
+        fingerprint: [u8; 32],
+        address: Option<SocketAddr>,
+    ) -> Self {
         let runtime = tokio::runtime::Builder::new_multi_thread()
             .worker_threads(1)
             .enable_all()
@@ -121,7 +104,10 @@ impl FakeWorker {
         Self { address, inner, state, runtime: Some(runtime) }
     }
 
-    pub fn set_script(&self, script: impl Fn(&proto::GenerateHeader) -> Vec<Act> + Send + Sync + 'static) {
+    pub fn set_script(
+        &self,
+        script: impl Fn(&proto::GenerateHeader) -> Vec<Act> + Send + Sync + 'static,
+    ) {
         *self.inner.script.lock().unwrap() = Arc::new(script);
     }
 
@@ -274,13 +260,11 @@ impl Drop for CallGuard {
     }
 }
 
-type Sender = mpsc::Sender<Result<proto::GenerateResponse, Status>>;
-
 async fn run(
     inner: &Arc<Inner>,
     metadata: MetadataMap,
     mut requests: Streaming<proto::GenerateRequest>,
-    sender: &Sender,
+    sender: &script::Sender,
 ) -> Result<(), Status> {
     let first = requests.message().await?.and_then(|request| request.body);
     let Some(proto::generate_request::Body::Header(header)) = first else {
@@ -302,7 +286,7 @@ async fn run(
         receive_media(inner, &header, place, &mut requests, sender).await?;
     }
     let script = Arc::clone(&*inner.script.lock().unwrap());
-    play(&header, script(&header), sender).await
+    script::play(&inner.holds, &header, script(&header), sender).await
 }
 
 async fn receive_media(
@@ -310,7 +294,7 @@ async fn receive_media(
     header: &proto::GenerateHeader,
     place: usize,
     requests: &mut Streaming<proto::GenerateRequest>,
-    sender: &Sender,
+    sender: &script::Sender,
 ) -> Result<(), Status> {
     let holds = *inner.holds.lock().unwrap();
     let needed: Vec<u32> = match holds {
@@ -318,7 +302,7 @@ async fn receive_media(
         Holds::Nothing => (0..header.media.len() as u32).collect(),
     };
     let needs = proto::MediaNeeds { item_indices: needed.clone() };
-    say(sender, proto::generate_response::Body::Needs(needs)).await?;
+    script::say(sender, proto::generate_response::Body::Needs(needs)).await?;
     for index in needed {
         let promised = header.media[index as usize].patch_bytes;
         let mut bytes = Vec::new();
@@ -342,89 +326,4 @@ async fn receive_media(
         inner.changed.notify_waiters();
     }
     Ok(())
-}
-
-async fn play(
-    header: &proto::GenerateHeader,
-    acts: Vec<Act>,
-    sender: &Sender,
-) -> Result<(), Status> {
-    use proto::generate_response::Body;
-    let mut said = 0;
-    for act in acts {
-        match act {
-            Act::Start => {
-                let started = proto::Started { queue_ms: 1, cached_tokens: 3 };
-                say(sender, Body::Started(started)).await?;
-            }
-            Act::Tokens(token_ids) => {
-                said += token_ids.len() as u32;
-                let tokens = proto::Tokens { token_ids, logprobs: Vec::new() };
-                say(sender, Body::Tokens(tokens)).await?;
-            }
-            Act::Logprobs(tokens) => {
-                said += tokens.len() as u32;
-                let entry = |(id, logprob): &(u32, f32)| proto::TokenLogprob {
-                    logprob: *logprob,
-                    top: vec![proto::Alternative { token_id: *id, logprob: *logprob }],
-                };
-                let tokens = proto::Tokens {
-                    logprobs: tokens.iter().map(entry).collect(),
-                    token_ids: tokens.into_iter().map(|(id, _)| id).collect(),
-                };
-                say(sender, Body::Tokens(tokens)).await?;
-            }
-            Act::Stop => finish(header, said, proto::FinishReason::Stop, sender).await?,
-            Act::Length => finish(header, said, proto::FinishReason::Length, sender).await?,
-            Act::Fail(kind, message) => return Err(explained(kind, message)),
-            Act::Break(code) => return Err(Status::new(code, "bare")),
-            Act::Wait(notify) => notify.notified().await,
-            Act::Hang => std::future::pending().await,
-        }
-    }
-    Ok(())
-}
-
-async fn finish(
-    header: &proto::GenerateHeader,
-    said: u32,
-    reason: proto::FinishReason,
-    sender: &Sender,
-) -> Result<(), Status> {
-    let usage = proto::Usage {
-        prompt_tokens: header.prompt_token_ids.len() as u32,
-        cached_tokens: 3,
-        completion_tokens: said,
-        ..proto::Usage::default()
-    };
-    let finished =
-        proto::Finished { reason: reason.into(), stop_token_id: None, usage: Some(usage) };
-    say(sender, proto::generate_response::Body::Finished(finished)).await
-}
-
-async fn say(sender: &Sender, body: proto::generate_response::Body) -> Result<(), Status> {
-    let response = proto::GenerateResponse { body: Some(body) };
-    sender.send(Ok(response)).await.map_err(|_| Status::cancelled("the gateway has left"))
-}
-
-fn explained(kind: proto::ErrorKind, message: &str) -> Status {
-    use prost::Message;
-    use proto::ErrorKind as Kind;
-    let code = match kind {
-        Kind::InvalidRequest | Kind::ContextTooLong | Kind::MediaRejected => Code::InvalidArgument,
-        Kind::Overloaded => Code::ResourceExhausted,
-        Kind::WorkerUnavailable => Code::Unavailable,
-        Kind::DeadlineExceeded => Code::DeadlineExceeded,
-        Kind::Cancelled => Code::Cancelled,
-        Kind::Internal | Kind::Unspecified => Code::Internal,
-    };
-    let detail = proto::ErrorDetail {
-        kind: kind.into(),
-        message: message.into(),
-        param: "sampling.top_p".into(),
-    };
-    let mut trailers = MetadataMap::new();
-    let value = BinaryMetadataValue::from_bytes(&detail.encode_to_vec());
-    trailers.insert_bin("m3stack-error-bin", value);
-    Status::with_metadata(code, message, trailers)
 }

@@ -3,6 +3,8 @@
 #![allow(dead_code)]
 
 pub mod fake_worker;
+pub mod origin;
+pub mod script;
 
 use std::net::SocketAddr;
 use std::path::PathBuf;
@@ -16,7 +18,8 @@ use serde_json::{Value, json};
 use tokio_util::sync::CancellationToken;
 
 #[allow(unused_imports)]
-pub use fake_worker::{Act, FakeWorker, Holds, proto};
+pub use fake_worker::{FakeWorker, Holds, proto};
+pub use script::Act;
 
 /// Name under which the tests serve the model.
 pub const MODEL: &str = "tiny-m3";
@@ -36,7 +39,8 @@ pub fn media_directory() -> PathBuf {
 pub fn model() -> Model {
     use gateway_core::checkpoint::{OpenOptions, open};
     use gateway_core::tokenizer::EngineChoice;
-    let options = OpenOptions { engine: EngineChoice::Reference, clock: gateway_server::app::unix_now };
+    let options =
+        OpenOptions { engine: EngineChoice::Reference, clock: gateway_server::app::unix_now };
     open(&checkpoint(), options).unwrap()
 }
 

@@ -125,6 +125,12 @@ impl Confined {
         self.child.stdout.take()
     }
 
+    /// The process id, while it runs.
+    #[cfg(test)]
+    pub(super) fn id(&self) -> Option<u32> {
+        self.child.id()
+    }
+
     /// Waits for the end.
     pub(super) async fn wait(&mut self) -> std::io::Result<ExitStatus> {
         self.child.wait().await

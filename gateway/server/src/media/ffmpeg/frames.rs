@@ -69,6 +69,12 @@ impl FrameStream {
         }
     }
 
+    /// The child's process id, while it runs.
+    #[cfg(test)]
+    pub(super) fn child_id(&self) -> Option<u32> {
+        self.child.id()
+    }
+
     fn cut_short(&mut self) -> GatewayError {
         let (given, expected) = (self.given, self.expected);
         rejected(&format!(

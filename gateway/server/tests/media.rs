@@ -1,0 +1,377 @@
+//! Pictures and clips through the whole gateway: what each file of the handed set must give, what
+//! a worker receives, where media may come from.
+
+#![allow(clippy::unwrap_used)]
+
+mod support;
+
+use std::collections::HashSet;
+
+use base64::Engine;
+use serde_json::{Value, json};
+use support::fake_worker::Seen;
+use support::origin::Origin;
+use support::{Act, FakeWorker, Gateway, Holds, Reply, proto, saying, worker};
+
+fn file(name: &str) -> Vec<u8> {
+    std::fs::read(support::media_directory().join(name)).unwrap()
+}
+
+fn data_url(name: &str) -> String {
+    // the media type is deliberately wrong: bytes are looked at, not labels
+    format!(
+        "data:text/plain;base64,{}",
+        base64::engine::general_purpose::STANDARD.encode(file(name))
+    )
+}
+
+fn expectations(section: &str) -> serde_json::Map<String, Value> {
+    let all: Value = serde_json::from_slice(&file("expect.json")).unwrap();
+    all[section].as_object().unwrap().clone()
+}
+
+fn picture(url: &str) -> Value {
+    json!({"type": "image_url", "image_url": {"url": url}})
+}
+
+fn video(url: &str) -> Value {
+    json!({"type": "video_url", "video_url": {"url": url}})
+}
+
+async fn ask(gateway: &Gateway, parts: &[Value]) -> Reply {
+    gateway.chat(json!({"messages": [{"role": "user", "content": parts}]})).await
+}
+
+async fn setup(flags: &[&str]) -> (FakeWorker, Gateway) {
+    let worker = worker();
+    worker.set_acts(saying("seen"));
+    let gateway = Gateway::start(&[&worker], flags).await;
+    (worker, gateway)
+}
+
+/// Checks what a worker got for its first item against itself: grid, spans, bytes, placeholders.
+fn check_item(seen: &Seen, kind: proto::MediaKind) -> &proto::MediaItem {
+    let item = &seen.header.media[0];
+    assert_eq!(item.kind(), kind);
+    let grid = item.grid.unwrap();
+    let format = seen.header.patch_format.clone().unwrap();
+    let pixels = format.channels * format.patch_size * format.patch_size * item.frames_per_patch;
+    assert_eq!(item.patch_bytes, u64::from(grid.t * grid.h * grid.w * pixels));
+    assert_eq!(seen.patches[&0].len() as u64, item.patch_bytes);
+    assert_eq!(format.dtype(), proto::PatchDtype::U8);
+    assert_eq!((format.mean.len(), format.std.len()), (3, 3));
+    let merged = grid.t * grid.h * grid.w / (format.merge_size * format.merge_size);
+    assert_eq!(item.spans.iter().map(|span| span.length).sum::<u32>(), merged);
+    let facts = support::model().spec.facts().clone();
+    let pad = match kind {
+        proto::MediaKind::Video => facts.video_token_id,
+        _ => facts.image_token_id,
+    };
+    for span in &item.spans {
+        let range = span.offset as usize..(span.offset + span.length) as usize;
+        assert!(seen.header.prompt_token_ids[range].iter().all(|id| *id == pad));
+    }
+    let pads = seen.header.prompt_token_ids.iter().filter(|id| **id == pad).count();
+    assert_eq!(pads as u32, merged);
+    item
+}
+
+#[tokio::test]
+async fn every_picture_of_the_set_gives_what_is_expected() {
+    let (worker, gateway) = setup(&[]).await;
+    let mut served = 0;
+    for (name, expect) in expectations("images") {
+        let reply = ask(&gateway, &[picture(&data_url(&name))]).await;
+        match expect["outcome"].as_str().unwrap() {
+            "error" => {
+                assert_eq!(
+                    u64::from(reply.status),
+                    expect["http_status"].as_u64().unwrap(),
+                    "{name}"
+                );
+                assert_eq!(
+                    reply.error()["param"],
+                    "messages[0].content[0].image_url.url",
+                    "{name}"
+                );
+            }
+            "ok_or_clean_400" if reply.status == 400 => drop(reply.error()),
+            _ => {
+                assert_eq!(reply.status, 200, "{name}: {}", reply.text);
+                served += 1;
+                let seen = worker.seen().pop().unwrap();
+                let item = check_item(&seen, proto::MediaKind::Image);
+                let grid = item.grid.unwrap();
+                let resized = expect["m3_resized_size_wh"].as_array().unwrap();
+                assert_eq!(json!([grid.w * 14, grid.h * 14]), json!(resized), "{name}");
+                let tokens = &reply.json()["usage"]["prompt_tokens_details"]["image_tokens"];
+                assert_eq!(*tokens, json!(grid.w * grid.h / 4), "{name}");
+                assert_eq!((grid.t, item.frames_per_patch), (1, 1), "{name}");
+            }
+        }
+    }
+    assert!(served > 25, "{served}");
+    gateway.assert_idle().await;
+}
+
+#[tokio::test]
+async fn every_clip_of_the_set_gives_what_is_expected() {
+    let (worker, gateway) = setup(&[]).await;
+    for (name, expect) in expectations("videos") {
+        let reply = ask(&gateway, &[video(&data_url(&name))]).await;
+        match expect["outcome"].as_str().unwrap() {
+            "error" => {
+                assert_eq!(
+                    u64::from(reply.status),
+                    expect["http_status"].as_u64().unwrap(),
+                    "{name}"
+                );
+                assert_eq!(
+                    reply.error()["param"],
+                    "messages[0].content[0].video_url.url",
+                    "{name}"
+                );
+            }
+            "ok_partial_or_400" if reply.status == 400 => drop(reply.error()),
+            outcome => {
+                assert_eq!(reply.status, 200, "{name}: {}", reply.text);
+                let seen = worker.seen().pop().unwrap();
+                let item = check_item(&seen, proto::MediaKind::Video);
+                assert_eq!(item.frames_per_patch, 2);
+                assert_eq!(item.spans.len() as u32, item.grid.unwrap().t, "{name}: a span a slice");
+                if outcome == "ok" {
+                    check_clip(&name, &expect, item);
+                }
+            }
+        }
+    }
+    gateway.assert_idle().await;
+}
+
+/// One frame a second, the last frame besides.
+fn check_clip(name: &str, expect: &Value, item: &proto::MediaItem) {
+    let frames = expect["frames"].as_u64().unwrap() as f64;
+    let Some(fps) = expect["avg_fps"].as_f64() else {
+        assert_eq!(item.grid.unwrap().t, 1, "{name}: a single frame is repeated");
+        return;
+    };
+    let fewest = ((frames - 1.0) / fps).floor() + 1.0;
+    let slices = f64::from(item.grid.unwrap().t);
+    let is_right = slices >= (fewest / 2.0).ceil() - 1.0 && slices <= ((fewest + 1.0) / 2.0).ceil();
+    assert!(is_right || frames < fewest, "{name}: {slices} slices for {fewest} seconds");
+}
+
+#[tokio::test]
+async fn every_data_url_of_the_set_gives_what_is_expected() {
+    let (worker, gateway) = setup(&[]).await;
+    let cases: Value = serde_json::from_slice(&file("data_urls.json")).unwrap();
+    for case in cases.as_array().unwrap() {
+        let name = &case["name"];
+        let reply = ask(&gateway, &[picture(case["url"].as_str().unwrap())]).await;
+        match case["expect"].as_str().unwrap() {
+            "ok" => assert_eq!(reply.status, 200, "{name}: {}", reply.text),
+            "error_400" => assert_eq!(reply.status, 400, "{name}: {}", reply.text),
+            _ => assert!(matches!(reply.status, 200 | 400), "{name}: {}", reply.text),
+        }
+        if reply.status == 200 {
+            let seen = worker.seen().pop().unwrap();
+            let grid = seen.header.media[0].grid.unwrap();
+            assert_eq!((grid.w * 14, grid.h * 14), (112, 84), "{name}");
+        } else {
+            reply.error();
+        }
+    }
+}
+
+#[tokio::test]
+async fn hashes_tell_apart_what_looks_alike_and_join_what_is_the_same() {
+    let (worker, gateway) = setup(&[]).await;
+    let names = [
+        "pair_red_112.png",
+        "pair_blue_112.png",
+        "pair_red_112_onepixel.png",
+        "pair_samebytes_112x56.png",
+        "pair_samebytes_56x112.png",
+        "pair_red_112.png",
+    ];
+    let parts: Vec<_> = names.iter().map(|name| picture(&data_url(name))).collect();
+
+    assert_eq!(ask(&gateway, &parts).await.status, 200);
+
+    let header = worker.seen()[0].header.clone();
+    let hashes: Vec<_> = header.media.iter().map(|item| item.media_hash.to_vec()).collect();
+    assert_eq!(hashes.iter().collect::<HashSet<_>>().len(), 5);
+    assert_eq!(hashes[0], hashes[5]);
+    assert!(hashes.iter().all(|hash| hash.len() == 32));
+
+    // the same file at another size is another item
+    let small = json!({"type": "image_url",
+        "image_url": {"url": data_url("pair_red_112.png"), "max_long_side_pixel": 56}});
+    let reply = ask(&gateway, &[small]).await;
+    if reply.status == 200 {
+        assert_ne!(worker.seen()[1].header.media[0].media_hash.to_vec(), hashes[0]);
+    }
+}
+
+#[tokio::test]
+async fn what_a_worker_holds_is_neither_decoded_nor_sent_again() {
+    let (worker, gateway) = setup(&[]).await;
+    worker.set_holds(Holds::Everything);
+    // it would be a 400 if anyone decoded it
+    let parts = [picture(&data_url("img_truncated_128.jpg")), video(&data_url("vid_cfr_h264.mp4"))];
+
+    let reply = ask(&gateway, &parts).await;
+
+    assert_eq!(reply.status, 200, "{}", reply.text);
+    assert!(worker.seen()[0].patches.is_empty());
+    let page = gateway.get("/metrics").await.text;
+    for kind in ["image", "video"] {
+        let held =
+            format!("m3stack_gateway_media_items_total{{kind=\"{kind}\",outcome=\"held\"}} 1");
+        assert!(page.contains(&held), "{page}");
+    }
+}
+
+#[tokio::test]
+async fn a_picture_that_breaks_while_decoded_is_a_400_and_the_call_ends() {
+    let (worker, gateway) = setup(&[]).await;
+    for stream in [false, true] {
+        let message =
+            json!([{"role": "user", "content": [picture(&data_url("img_truncated_128.jpg"))]}]);
+        let reply = gateway.chat(json!({"messages": message, "stream": stream})).await;
+        assert_eq!((reply.status, reply.error()["code"].clone()), (400, json!("media_rejected")));
+    }
+    worker.wait_until(|record| record.cancelled == 2).await;
+    gateway.assert_idle().await;
+}
+
+#[tokio::test]
+async fn samples_of_one_prompt_upload_its_media_once_if_the_worker_keeps_it() {
+    let (worker, gateway) = setup(&[]).await;
+    // kept only once the first call has started: a call made before that would upload again
+    worker.set_acts(vec![Act::Keep, Act::Start, Act::Tokens(support::ids("x")), Act::Stop]);
+    let message = json!([{"role": "user", "content": [picture(&data_url("img_plain.bmp"))]}]);
+    let reply = gateway.chat(json!({"messages": message, "n": 3})).await;
+
+    assert_eq!(reply.status, 200, "{}", reply.text);
+    assert_eq!(reply.json()["choices"].as_array().unwrap().len(), 3);
+    let seen = worker.seen();
+    let uploads: Vec<_> = seen.iter().map(|seen| seen.patches.len()).collect();
+    assert_eq!(uploads, [1, 0, 0]);
+    let image_tokens = &reply.json()["usage"]["prompt_tokens_details"]["image_tokens"];
+    assert_eq!(*image_tokens, json!(12), "counted once");
+}
+
+#[tokio::test]
+async fn too_many_and_too_large_media_are_refused_before_any_worker_is_asked() {
+    let (worker, gateway) = setup(&["--max-media-bytes", "20000"]).await;
+    let small = picture(&data_url("img_gray1.png"));
+
+    let many = ask(&gateway, &vec![small.clone(); 201]).await;
+    assert_eq!(many.status, 400);
+    assert!(many.message().contains("200"), "{}", many.message());
+    let large = ask(&gateway, &[small.clone(), picture(&data_url("img_plain.bmp"))]).await;
+    assert_eq!(large.status, 413);
+    assert_eq!(large.error()["param"], "messages[0].content[1].image_url.url");
+    assert!(large.message().contains("20000"), "{}", large.message());
+    assert!(worker.seen().is_empty());
+
+    let bomb = ask(&gateway, &[picture(&data_url("img_shape_6000x2.png"))]).await;
+    assert_eq!(bomb.status, 400);
+    assert!(worker.seen().is_empty());
+    assert_eq!(ask(&gateway, &[small]).await.status, 200);
+}
+
+#[tokio::test]
+async fn media_come_over_http_and_each_url_is_fetched_once() {
+    let origin = Origin::start().await;
+    let (worker, gateway) = setup(&["--allow-private-media"]).await;
+    let url = origin.url("/file/img_plain.bmp");
+
+    let reply = ask(
+        &gateway,
+        &[picture(&url), picture(&url), video(&origin.url("/file/vid_cfr_h264.mp4"))],
+    )
+    .await;
+
+    assert_eq!(reply.status, 200, "{}", reply.text);
+    assert_eq!(origin.connections(), 2);
+    assert_eq!(worker.seen()[0].header.media.len(), 3);
+    for hops in 0..=3 {
+        let status = ask(
+            &gateway,
+            &[picture(&origin.url(&format!("/hops/{}", 2_u32.saturating_sub(hops))))],
+        )
+        .await
+        .status;
+        assert_eq!(status, 200);
+    }
+}
+
+#[tokio::test]
+async fn an_origin_that_fails_is_a_502_or_504_and_never_our_500() {
+    let origin = Origin::start().await;
+    let flags = ["--allow-private-media", "--media-timeout-s", "1", "--max-media-bytes", "50000"];
+    let (worker, gateway) = setup(&flags).await;
+    for (path, status, word) in [
+        ("/missing", 502, "404"),
+        ("/teapot", 502, "500"),
+        ("/broken", 502, "broke off"),
+        ("/hops/9", 502, "redirects"),
+        ("/nowhere", 502, "nowhere"),
+        ("/silent", 504, "1 s"),
+        ("/large", 413, "50000"),
+        ("/endless", 413, "50000"),
+        ("/away", 502, "cannot be reached"),
+        ("/to-file", 400, "file"),
+    ] {
+        let reply = ask(&gateway, &[picture(&origin.url(path))]).await;
+        assert_eq!(reply.status, status, "{path}: {}", reply.text);
+        assert!(reply.message().contains(word), "{path}: {}", reply.message());
+        assert_eq!(reply.error()["param"], "messages[0].content[0].image_url.url");
+    }
+    let nobody = ask(&gateway, &[picture("http://127.0.0.1:1/a.png")]).await;
+    assert_eq!(
+        (nobody.status, nobody.error()["code"].clone()),
+        (502, json!("media_origin_failed"))
+    );
+    assert!(worker.seen().is_empty());
+    gateway.assert_idle().await;
+}
+
+#[tokio::test]
+async fn private_addresses_are_refused_without_a_connection() {
+    let origin = Origin::start().await;
+    let (worker, gateway) = setup(&[]).await;
+    let port = origin.address.port();
+    for host in ["127.0.0.1", "localhost", "2130706433", "[::ffff:127.0.0.1]", "0.0.0.0", "127.1"] {
+        let reply =
+            ask(&gateway, &[picture(&format!("http://{host}:{port}/file/img_plain.bmp"))]).await;
+        assert_eq!(
+            (reply.status, reply.error()["code"].clone()),
+            (400, json!("media_url_refused")),
+            "{host}"
+        );
+    }
+    // on a web port it is the address that is refused, a name only once it is resolved
+    for url in ["http://127.0.0.1/a.png", "http://localhost/a.png", "https://localhost/a.png"] {
+        let reply = ask(&gateway, &[picture(url)]).await;
+        assert_eq!(reply.status, 400, "{url}: {}", reply.text);
+        assert!(reply.message().contains("public"), "{url}: {}", reply.message());
+    }
+    assert_eq!(origin.connections(), 0);
+    assert!(worker.seen().is_empty());
+}
+
+#[tokio::test]
+async fn a_list_of_hosts_holds_on_every_hop() {
+    let origin = Origin::start().await;
+    let flags = ["--allow-private-media", "--allowed-media-hosts", "127.0.0.1"];
+    let (_worker, gateway) = setup(&flags).await;
+
+    assert_eq!(ask(&gateway, &[picture(&origin.url("/hops/1"))]).await.status, 200);
+    let away = ask(&gateway, &[picture(&origin.url("/away"))]).await;
+    assert_eq!((away.status, away.error()["code"].clone()), (400, json!("media_url_refused")));
+    let other = ask(&gateway, &[picture("http://localhost/a.png")]).await;
+    assert_eq!(other.status, 400);
+}
