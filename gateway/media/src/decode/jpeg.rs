@@ -50,7 +50,8 @@ pub(super) fn read_header(bytes: &[u8]) -> Result<RawHeader, MediaError> {
 
 /// The picture as stored.
 pub(super) fn decode(bytes: &[u8], size: ImageSize) -> Result<RgbFrame, MediaError> {
-    if !Segments::of(bytes).any(|segment| segment.marker == 0xd9) {
+    // the end marker cannot stand in coded data, so the last two bytes mostly tell
+    if !bytes.ends_with(b"\xff\xd9") && !Segments::of(bytes).any(|segment| segment.marker == 0xd9) {
         return Err(truncated("it ends inside a scan, without an end marker"));
     }
     let mut decompressor = Decompressor::new().map_err(failed)?;

@@ -29,19 +29,20 @@ pub(super) fn read_header(bytes: &[u8], format: ImageFormat) -> Result<RawHeader
     guarded(format, || {
         let mut decoder = open(bytes, format, limits(0))?;
         let (width, height) = decoder.dimensions();
-        // unreadable EXIF is no reason to refuse the picture
-        let orientation = decoder.orientation().map_or(1, |found| found.to_exif());
-        Ok(RawHeader {
-            size: ImageSize { width, height },
-            orientation: match format {
-                // its own reader does not know the prefix that some writers leave in
-                ImageFormat::WebP => {
-                    let exif = decoder.exif_metadata().ok().flatten();
-                    exif.map(|block| Orientation::from_exif_block(&block)).unwrap_or_default()
-                }
-                _ => Orientation::from_exif_value(u16::from(orientation)),
-            },
-        })
+        // what cannot be read there is no reason to refuse the picture
+        let orientation = match format {
+            ImageFormat::WebP => {
+                let exif = decoder.exif_metadata().ok().flatten();
+                exif.map(|block| Orientation::from_exif_block(&block))
+            }
+            ImageFormat::Tiff => {
+                let tag = decoder.orientation().ok();
+                tag.map(|tag| Orientation::from_exif_value(u16::from(tag.to_exif())))
+            }
+            _ => None,
+        };
+        let size = ImageSize { width, height };
+        Ok(RawHeader { size, orientation: orientation.unwrap_or_default() })
     })
 }
 
