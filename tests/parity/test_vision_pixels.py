@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import random
+from dataclasses import dataclass
 
 import numpy as np
 import pytest
@@ -16,57 +17,60 @@ from transformers.models.minimax_m3_vl.video_processing_minimax_m3_vl import (
     MiniMaxM3VLVideoProcessor,
 )
 
-from m3stack import _gateway
-from tests.parity import golden
+from m3stack._gateway import Preparer, RefusedError
+from m3stack.checkpoints import builtin_checkpoint
 
 Bytes = NDArray[np.uint8]
 
+PATCH_ROW = (3, 2, 14, 14)
 # the reference normalises in single precision, far finer than half of a level
 LEVEL_TOLERANCE = 1e-3
-PATCH_ROW = (3, 2, 14, 14)
+
+
+@dataclass(frozen=True, slots=True)
+class Sides:
+    """Our preprocessing and the reference's."""
+
+    ours: Preparer
+    images: MiniMaxM3VLImageProcessor
+    videos: MiniMaxM3VLVideoProcessor
+
+    def assert_still_equal(self, data: bytes, picture: Image.Image) -> None:
+        """A file's bytes through ours, the picture they show through the reference."""
+        patches, grid = self.ours.preprocess_image(data)
+        # a still comes without its second temporal copy
+        rows = np.frombuffer(patches, np.uint8).reshape(-1, 3, 1, 14, 14).repeat(2, axis=2)
+        reference = self.images(picture, return_tensors="np")
+        assert tuple(reference["image_grid_thw"][0]) == grid
+        np.testing.assert_array_equal(rows, self.levels(reference["pixel_values"]))
+
+    def assert_clip_equal(self, frames: Bytes) -> None:
+        """Frames [T, height, width, 3] through both."""
+        _, height, width, _ = frames.shape
+        raw = [frame.tobytes() for frame in frames]
+        patches, grid = self.ours.preprocess_frames(raw, width, height)
+        rows = np.frombuffer(patches, np.uint8).reshape(-1, *PATCH_ROW)
+        planar = list(frames.transpose(0, 3, 1, 2))
+        reference = self.videos(
+            planar, do_resize=True, input_data_format="channels_first", return_tensors="np"
+        )
+        segments = reference["video_grid_thw"]
+        assert grid == (sum(row[0] for row in segments), *segments[0][1:])
+        np.testing.assert_array_equal(rows, self.levels(reference["pixel_values_videos"]))
+
+    def levels(self, pixel_values: NDArray[np.float32]) -> Bytes:
+        """The 8-bit levels [N, 3, 2, 14, 14] of which normalised values were made."""
+        mean = np.asarray(self.images.image_mean)[:, None, None, None]
+        std = np.asarray(self.images.image_std)[:, None, None, None]
+        scaled = (pixel_values.reshape(-1, *PATCH_ROW).astype(np.float64) * std + mean) * 255
+        assert np.abs(scaled - scaled.round()).max() < LEVEL_TOLERANCE
+        return scaled.round().astype(np.uint8)
 
 
 @pytest.fixture(scope="module")
-def image_processor() -> MiniMaxM3VLImageProcessor:
-    return MiniMaxM3VLImageProcessor()
-
-
-@pytest.fixture(scope="module")
-def video_processor() -> MiniMaxM3VLVideoProcessor:
-    return MiniMaxM3VLVideoProcessor()
-
-
-def levels(pixel_values: NDArray[np.float32], processor: object) -> Bytes:
-    """The 8-bit levels `[N, 3, 2, 14, 14]` of which normalised values were made."""
-    mean = np.asarray(processor.image_mean)[:, None, None, None]  # type: ignore[attr-defined]
-    std = np.asarray(processor.image_std)[:, None, None, None]  # type: ignore[attr-defined]
-    scaled = (pixel_values.reshape(-1, *PATCH_ROW).astype(np.float64) * std + mean) * 255
-    assert np.abs(scaled - scaled.round()).max() < LEVEL_TOLERANCE
-    return scaled.round().astype(np.uint8)
-
-
-def our_still(data: bytes) -> tuple[Bytes, tuple[int, int, int]]:
-    """Our patch rows with the second copy filled in, and the grid."""
-    patches, grid = _gateway.preprocess_image(data, golden.DIRECTORY)
-    rows = np.frombuffer(patches, np.uint8).reshape(-1, 3, 1, 14, 14)
-    return np.repeat(rows, 2, axis=2), grid
-
-
-def our_clip(frames: Bytes) -> tuple[Bytes, tuple[int, int, int]]:
-    """Our patch rows of frames `[T, height, width, 3]`, and the grid."""
-    _, height, width, _ = frames.shape
-    raw = [frame.tobytes() for frame in frames]
-    patches, grid = _gateway.preprocess_frames(raw, width, height, golden.DIRECTORY)
-    return np.frombuffer(patches, np.uint8).reshape(-1, *PATCH_ROW), grid
-
-
-def assert_like_reference(
-    data: bytes, picture: Image.Image, processor: MiniMaxM3VLImageProcessor
-) -> None:
-    reference = processor(picture, return_tensors="np")
-    rows, grid = our_still(data)
-    assert tuple(reference["image_grid_thw"][0]) == grid
-    np.testing.assert_array_equal(rows, levels(reference["pixel_values"], processor))
+def sides() -> Sides:
+    ours = Preparer(builtin_checkpoint("tiny"))
+    return Sides(ours, MiniMaxM3VLImageProcessor(), MiniMaxM3VLVideoProcessor())
 
 
 def picture(rng: random.Random, mode: str) -> Image.Image:
@@ -88,20 +92,20 @@ def encoded(image: Image.Image, file_format: str, **options: object) -> bytes:
     return buffer.getvalue()
 
 
+def shown(data: bytes) -> Image.Image:
+    return ImageOps.exif_transpose(Image.open(io.BytesIO(data)))
+
+
 @pytest.mark.parametrize("mode", ["RGB", "RGBA", "L", "LA", "P", "1"])
-def test_lossless_pictures_of_any_size_give_the_reference_patches(
-    mode: str, image_processor: MiniMaxM3VLImageProcessor
-) -> None:
+def test_lossless_pictures_of_any_size_give_the_reference_patches(sides: Sides, mode: str) -> None:
     rng = random.Random(f"lossless {mode}")
     for number in range(12 if mode == "RGB" else 4):
         file_format = "WEBP" if number % 4 == 3 and mode in ("RGB", "RGBA") else "PNG"
         data = encoded(picture(rng, mode), file_format, lossless=True)
-        assert_like_reference(data, Image.open(io.BytesIO(data)), image_processor)
+        sides.assert_still_equal(data, shown(data))
 
 
-def test_jpegs_of_any_kind_give_the_reference_patches(
-    image_processor: MiniMaxM3VLImageProcessor,
-) -> None:
+def test_jpegs_of_any_kind_give_the_reference_patches(sides: Sides) -> None:
     rng = random.Random("jpeg")
     for number in range(16):
         mode = ("RGB", "RGB", "L", "CMYK")[number % 4]
@@ -112,43 +116,70 @@ def test_jpegs_of_any_kind_give_the_reference_patches(
             subsampling=rng.randint(0, 2),
             progressive=bool(number & 4),
         )
-        assert_like_reference(data, Image.open(io.BytesIO(data)), image_processor)
+        sides.assert_still_equal(data, shown(data))
+
+
+@pytest.mark.parametrize("file_format", ["GIF", "BMP", "TIFF", "WEBP"])
+def test_other_formats_give_the_reference_patches(sides: Sides, file_format: str) -> None:
+    rng = random.Random(file_format)
+    for _ in range(3):
+        data = encoded(picture(rng, "RGB"), file_format)
+        sides.assert_still_equal(data, shown(data))
 
 
 @pytest.mark.parametrize("orientation", range(1, 9))
-def test_turned_pictures_are_shown_upright(
-    orientation: int, image_processor: MiniMaxM3VLImageProcessor
-) -> None:
+def test_turned_pictures_are_shown_upright(sides: Sides, orientation: int) -> None:
     rng = random.Random(f"orientation {orientation}")
     exif = Image.Exif()
     exif[0x0112] = orientation
-    for file_format in ("JPEG", "PNG", "WEBP"):
-        data = encoded(picture(rng, "RGB"), file_format, exif=exif, lossless=True)
-        upright = ImageOps.exif_transpose(Image.open(io.BytesIO(data)))
-        assert_like_reference(data, upright, image_processor)
+    for file_format in ("JPEG", "PNG", "WEBP", "TIFF"):
+        options = {"lossless": True} if file_format == "WEBP" else {}
+        data = encoded(picture(rng, "RGB"), file_format, exif=exif, **options)
+        sides.assert_still_equal(data, shown(data))
 
 
 @pytest.mark.parametrize("size", [(1, 1), (1, 200), (1000, 10), (98, 98), (40, 4000), (1920, 1080)])
-def test_extreme_sizes_give_the_reference_patches(
-    size: tuple[int, int], image_processor: MiniMaxM3VLImageProcessor
-) -> None:
+def test_extreme_sizes_give_the_reference_patches(sides: Sides, size: tuple[int, int]) -> None:
     noise = np.random.default_rng(size[0])
     image = Image.fromarray(noise.integers(0, 256, (size[1], size[0], 3), dtype=np.uint8))
-    assert_like_reference(encoded(image, "PNG"), image, image_processor)
+    sides.assert_still_equal(encoded(image, "PNG"), image)
 
 
 @pytest.mark.parametrize("count", [1, 2, 3, 8, 9, 11])
-def test_clips_of_any_size_give_the_reference_patches(
-    count: int, video_processor: MiniMaxM3VLVideoProcessor
-) -> None:
-    rng = random.Random(f"clip {count}")
-    width, height = picture(rng, "RGB").size
+def test_clips_of_any_size_give_the_reference_patches(sides: Sides, count: int) -> None:
+    width, height = picture(random.Random(f"clip {count}"), "RGB").size
     noise = np.random.default_rng(count)
-    frames = noise.integers(0, 256, (count, height, width, 3), dtype=np.uint8)
-    reference = video_processor(
-        list(frames.transpose(0, 3, 1, 2)), do_resize=True, return_tensors="np"
-    )
-    rows, grid = our_clip(frames)
-    segments = reference["video_grid_thw"]
-    assert grid == (sum(row[0] for row in segments), *segments[0][1:])
-    np.testing.assert_array_equal(rows, levels(reference["pixel_values_videos"], video_processor))
+    sides.assert_clip_equal(noise.integers(0, 256, (count, height, width, 3), dtype=np.uint8))
+
+
+def test_a_picture_that_cannot_be_shown_is_refused_with_its_figures(sides: Sides) -> None:
+    thin = Image.new("L", (402, 2))
+    with pytest.raises(RefusedError) as refusal:
+        sides.ours.preprocess_image(encoded(thin, "PNG"))
+    message, *_, status = refusal.value.args
+    assert "402x2" in message
+    assert "the limit is 200" in message
+    assert status == 400
+    with pytest.raises(RefusedError, match="PNG image is truncated"):
+        sides.ours.preprocess_image(encoded(Image.new("L", (40, 30)), "PNG")[:-20])
+
+
+@pytest.mark.soak
+def test_five_hundred_fresh_pictures_and_fifty_clips_give_the_reference_patches(
+    sides: Sides,
+) -> None:
+    seed = random.SystemRandom().randrange(1 << 32)
+    print(f"seed {seed}")  # shown when the test fails
+    rng = random.Random(seed)
+    for number in range(500):
+        file_format = ("PNG", "WEBP", "GIF", "BMP", "JPEG")[number % 5]
+        modes = {"PNG": ("RGB", "RGBA", "L", "LA", "P", "1"), "JPEG": ("RGB", "L", "CMYK")}
+        image = picture(rng, rng.choice(modes.get(file_format, ("RGB",))))
+        quality = {"quality": rng.randint(1, 100)} if file_format in ("WEBP", "JPEG") else {}
+        data = encoded(image, file_format, **quality)
+        sides.assert_still_equal(data, shown(data))
+    for _ in range(50):
+        width, height = picture(rng, "RGB").size
+        noise = np.random.default_rng(rng.randrange(1 << 32))
+        shape = (rng.randint(1, 12), height, width, 3)
+        sides.assert_clip_equal(noise.integers(0, 256, shape, dtype=np.uint8))
