@@ -31,7 +31,21 @@ pub struct RequestError {
     pub code: Option<&'static str>,
 }
 
+/// Code of an error that is no mistake of the client but a fault of ours; its words are for the
+/// log.
+pub const INTERNAL: &str = "internal";
+
 impl RequestError {
+    /// A fault of ours.
+    pub fn internal(message: impl Into<String>) -> Self {
+        Self {
+            kind: RequestErrorKind::InvalidRequest,
+            message: message.into(),
+            param: None,
+            code: Some(INTERNAL),
+        }
+    }
+
     /// An `InvalidRequest` naming its field.
     pub fn invalid(param: impl Into<String>, message: impl Into<String>) -> Self {
         Self {

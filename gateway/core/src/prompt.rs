@@ -109,17 +109,23 @@ impl PromptBuilder {
             &messages,
             conversation,
         )?;
-        let variables = protected.variables(
-            self.special_tokens
-                .iter()
-                .map(|(name, value)| (name.clone(), value.clone()))
-                .chain(self.spec.template_variables(conversation.thinking.unwrap_or_default())),
-        );
-        let mut text = self.template.render(variables).map_err(template_refusal)?;
-        protected.cut_continuation(&mut text)?;
+        let text = self.render_protected(&protected, conversation)?;
         let rendered = self.take_apart(&text, protected.sentinel());
         check_media(&rendered, conversation)?;
         Ok(rendered)
+    }
+
+    fn render_protected(
+        &self,
+        protected: &Protected,
+        conversation: &Conversation,
+    ) -> Result<String, RequestError> {
+        let mode = conversation.thinking.unwrap_or_default();
+        let special = self.special_tokens.iter().map(|(name, value)| (name.clone(), value.clone()));
+        let variables = protected.variables(special.chain(self.spec.template_variables(mode)));
+        let mut text = self.template.render(variables).map_err(template_refusal)?;
+        protected.cut_continuation(&mut text)?;
+        Ok(text)
     }
 
     /// Finds the true added tokens and takes the sentinels out.
@@ -169,14 +175,15 @@ impl PromptBuilder {
                 Piece::Token(id) => writer.token(*id)?,
                 Piece::Media { index, kind } => {
                     let plan = plans.get(*index).filter(|plan| plan.kind == *kind);
-                    let plan = plan.ok_or_else(|| internal("a media plan is missing"))?;
+                    let plan =
+                        plan.ok_or_else(|| RequestError::internal("a media plan is missing"))?;
                     writer.media(plan)?;
                 }
             }
         }
         let prompt = writer.finish()?;
         if prompt.spans.len() != plans.len() {
-            return Err(internal("there are more media plans than media"));
+            return Err(RequestError::internal("there are more media plans than media"));
         }
         Ok(prompt)
     }
@@ -191,8 +198,10 @@ impl PromptBuilder {
         text: &str,
         add_special_tokens: bool,
     ) -> Result<Vec<u32>, RequestError> {
-        let ids =
-            self.tokenizer.encode(text, add_special_tokens).map_err(|error| internal(&error))?;
+        let ids = self
+            .tokenizer
+            .encode(text, add_special_tokens)
+            .map_err(|error| RequestError::internal(error))?;
         self.refuse_media_ids(&ids)?;
         Ok(ids)
     }
@@ -264,8 +273,11 @@ impl<'a> PromptWriter<'a> {
 
     fn end_text(&mut self) -> Result<(), RequestError> {
         let text = std::mem::take(&mut self.text);
-        let ids =
-            self.builder.tokenizer.encode_ordinary(&text).map_err(|error| internal(&error))?;
+        let ids = self
+            .builder
+            .tokenizer
+            .encode_ordinary(&text)
+            .map_err(|error| RequestError::internal(error))?;
         self.prompt.token_ids.extend(ids);
         Ok(())
     }
@@ -279,14 +291,17 @@ impl<'a> PromptWriter<'a> {
     fn media(&mut self, plan: &MediaPlan) -> Result<(), RequestError> {
         let mut spans = Vec::new();
         let pad = self.builder.markers.iter().find(|(kind, _)| *kind == plan.kind);
-        let pad = pad.map(|&(_, id)| id).ok_or_else(|| internal("unknown media kind"))?;
+        let pad =
+            pad.map(|&(_, id)| id).ok_or_else(|| RequestError::internal("unknown media kind"))?;
         for piece in self.builder.spec.placeholder(plan) {
             match piece {
                 PlaceholderPiece::Text(text) => self.text.to_mut().push_str(&text),
                 PlaceholderPiece::Marker(content) => {
                     let token = self.builder.tokenizer.added().by_content(content);
                     let id = token.map(|token| token.id);
-                    self.token(id.ok_or_else(|| internal("a media marker is no added token"))?)?;
+                    self.token(id.ok_or_else(|| {
+                        RequestError::internal("a media marker is no added token")
+                    })?)?;
                 }
                 PlaceholderPiece::Pads { count } => {
                     self.end_text()?;
@@ -299,7 +314,7 @@ impl<'a> PromptWriter<'a> {
         }
         let total: u64 = spans.iter().map(|span| u64::from(span.length)).sum();
         if total != plan.num_tokens {
-            return Err(internal("placeholder and media plan differ in tokens"));
+            return Err(RequestError::internal("placeholder and media plan differ in tokens"));
         }
         self.prompt.spans.push(spans);
         Ok(())
@@ -319,16 +334,6 @@ fn too_long() -> RequestError {
         "messages",
         "the prompt has more than 2^32 tokens",
     )
-}
-
-/// A fault of ours; the message is for the log.
-fn internal(message: &str) -> RequestError {
-    RequestError {
-        kind: RequestErrorKind::InvalidRequest,
-        message: message.to_owned(),
-        param: None,
-        code: Some("internal"),
-    }
 }
 
 fn template_refusal(error: TemplateError) -> RequestError {

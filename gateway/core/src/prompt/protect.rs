@@ -1,6 +1,5 @@
 //! Template variables of a conversation, its text protected from becoming control tokens.
 
-use super::internal;
 use crate::conversation::Conversation;
 use crate::error::RequestError;
 use crate::json::Json;
@@ -108,13 +107,21 @@ impl<'a> Protected<'a> {
         }
         if is_needed || conversation.continue_final_message {
             let mut unused = unused_characters(&texts);
-            let mut next = || unused.next().ok_or_else(|| internal("no unused character is left"));
+            let mut next = || {
+                unused.next().ok_or_else(|| RequestError::internal("no unused character is left"))
+            };
             protected.sentinel = if is_needed { Some(next()?) } else { None };
             if conversation.continue_final_message {
                 protected.continuation = Some(next()?);
             }
         }
         Ok(protected)
+    }
+
+    /// The same conversation with nothing put into its text.
+    #[cfg(test)]
+    pub(super) fn bare(self) -> Self {
+        Self { sentinel: None, ..self }
     }
 
     pub(super) fn sentinel(&self) -> Option<char> {

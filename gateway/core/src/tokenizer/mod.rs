@@ -31,12 +31,18 @@ impl Tokenizer {
     /// # Errors
     /// Files that contradict each other, or a tokenizer of a kind that is not supported.
     pub fn open(files: &ModelFiles, choice: EngineChoice) -> Result<Self, ModelLoadError> {
-        let problem = |message: String| files.invalid("tokenizer.json", message);
-        let json = files.tokenizer_json()?;
-        let added = AddedVocabulary::new(&files.added_tokens, !json["normalizer"].is_null())
-            .map_err(problem)?;
-        let bytes = TokenBytes::new(&json, &files.added_tokens).map_err(problem)?;
-        let built = engine::build(json, choice).map_err(problem)?;
+        Self::build(files.tokenizer_json()?, &files.added_tokens, choice)
+            .map_err(|message| files.invalid("tokenizer.json", message))
+    }
+
+    fn build(
+        json: serde_json::Value,
+        added_tokens: &[AddedToken],
+        choice: EngineChoice,
+    ) -> Result<Self, String> {
+        let added = AddedVocabulary::new(added_tokens, !json["normalizer"].is_null())?;
+        let bytes = TokenBytes::new(&json, added_tokens)?;
+        let built = engine::build(json, choice)?;
         let guard = Guard::new(&added);
         let tokenizer = Self {
             encoder: built.encoder,
@@ -46,7 +52,7 @@ impl Tokenizer {
             affixes: built.affixes,
             refusal: built.refusal,
         };
-        tokenizer.check_added_unreachable().map_err(problem)?;
+        tokenizer.check_added_unreachable()?;
         Ok(tokenizer)
     }
 
@@ -121,4 +127,4 @@ impl Tokenizer {
 }
 
 #[cfg(test)]
-mod tests;
+pub(crate) mod tests;
