@@ -1,10 +1,10 @@
 //! Still-image bytes to an upright RGB frame: format by content, size guard, orientation, alpha.
 
+mod chunks;
 mod format;
 mod jpeg;
 mod orientation;
 mod pixels;
-mod png_chunks;
 mod raster;
 
 pub use format::ImageFormat;

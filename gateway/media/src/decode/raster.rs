@@ -1,10 +1,10 @@
 //! All formats but JPEG, through the decoders of the `image` crate.
 
 use super::RawHeader;
+use super::chunks;
 use super::format::ImageFormat;
 use super::orientation::Orientation;
 use super::pixels::{self, Layout};
-use super::png_chunks;
 use crate::error::MediaError;
 use crate::types::{ImageSize, RgbFrame};
 use image::codecs::{
@@ -24,17 +24,15 @@ const DECODER_BYTES_PER_PIXEL: u64 = 16;
 /// Size and orientation as stored.
 pub(super) fn read_header(bytes: &[u8], format: ImageFormat) -> Result<RawHeader, MediaError> {
     if format == ImageFormat::Png {
-        return png_chunks::read_header(bytes);
+        return chunks::read_png_header(bytes);
     }
-    guarded(format, || {
+    let header = guarded(format, || {
         let mut decoder = open(bytes, format, limits(0))?;
         let (width, height) = decoder.dimensions();
         // what cannot be read there is no reason to refuse the picture
         let orientation = match format {
-            ImageFormat::WebP => {
-                let exif = decoder.exif_metadata().ok().flatten();
-                exif.map(|block| Orientation::from_exif_block(&block))
-            }
+            // its own reader allocates whatever length the chunk claims
+            ImageFormat::WebP => Some(chunks::webp_orientation(bytes)),
             ImageFormat::Tiff => {
                 let tag = decoder.orientation().ok();
                 tag.map(|tag| Orientation::from_exif_value(u16::from(tag.to_exif())))
@@ -43,7 +41,12 @@ pub(super) fn read_header(bytes: &[u8], format: ImageFormat) -> Result<RawHeader
         };
         let size = ImageSize { width, height };
         Ok(RawHeader { size, orientation: orientation.unwrap_or_default() })
-    })
+    })?;
+    let lossy = (format == ImageFormat::WebP).then(|| chunks::webp_lossy_size(bytes)).flatten();
+    if lossy.is_some_and(|frame| frame.pixels() > header.size.pixels()) {
+        return Err(contradiction(format));
+    }
+    Ok(header)
 }
 
 /// The picture as stored; of an animation, its first frame.
@@ -81,10 +84,14 @@ pub(super) fn decode(
     let samples = if is_wide { pixels::high_bytes(samples) } else { samples };
     let pixels = pixels::to_rgb(samples, layout);
     if pixels.len() as u64 != size.pixels() * 3 {
-        let reason = "its data and its header disagree on the size".into();
-        return Err(MediaError::Unreadable { format: format.name(), reason });
+        return Err(contradiction(format));
     }
     Ok(RgbFrame { size, pixels })
+}
+
+fn contradiction(format: ImageFormat) -> MediaError {
+    let reason = "its data and its header disagree on the size".into();
+    MediaError::Unreadable { format: format.name(), reason }
 }
 
 fn limits(pixels: u64) -> Limits {
