@@ -12,6 +12,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
+from m3stack.kernels.quantised import mxfp8, nvfp4
 from m3stack.models.minimax_m3.config import M3Config
 from m3stack.models.minimax_m3.layout import checkpoint_layout
 from m3stack.models.minimax_m3.tiny import config_object
@@ -98,3 +99,78 @@ def write_checkpoint(path: Path, config: dict[str, Any], tensors: dict[str, Tens
     (path / "config.json").write_text(json.dumps(config), encoding="utf-8")
     save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
     return path
+
+
+def quantisable_config(seed: int) -> dict[str, Any]:
+    """A random config whose linears have whole groups of 32, split over two ranks as well."""
+    config, draw = random_config(seed), random.Random(seed)
+    text = config["text_config"]
+    text |= {
+        "hidden_size": 64,
+        "num_key_value_heads": 2,
+        "num_attention_heads": 4,
+        "head_dim": 32,
+        "rotary_dim": 16,
+        "intermediate_size": draw.choice([64, 128]),
+        "dense_intermediate_size": 128,
+        "shared_intermediate_size": 64,
+        "num_local_experts": 4,
+        "num_experts_per_tok": 2,
+    }
+    text["sparse_attention_config"] |= {"sparse_index_dim": 32, "sparse_num_index_heads": 2}
+    config["vision_config"] |= {"projection_dim": 64}
+    return config
+
+
+def quantised(
+    config: dict[str, Any], tensors: dict[str, Tensor], experts: str = "mxfp8"
+) -> tuple[dict[str, Any], dict[str, Tensor], dict[str, Tensor]]:
+    """A checkpoint in MXFP8, or in MXFP8 with NVFP4 experts, made of random plain tensors.
+
+    Returns:
+        its config, its tensors, and the plain tensors that it means.
+    """
+    layout = checkpoint_layout(M3Config.from_object(config))
+    stored, meant, layers = {}, {}, {}
+    for name, plain in tensors.items():
+        if not layout[name].is_quantisable:
+            stored[name] = meant[name] = plain
+        elif experts == "nvfp4" and ".experts." in name:
+            parts = _nvfp4(plain)
+            stored |= {name + suffix: part for suffix, part in parts.items()}
+            stored[name.removesuffix("weight") + "input_scale"] = torch.tensor(1.0)
+            meant[name] = nvfp4.decode(parts[""], parts["_scale"], parts["_scale_2"], torch.float32)
+            layers[name.removesuffix(".weight")] = {"quant_algo": "NVFP4", "group_size": 16}
+        else:
+            coded = mxfp8.encode(plain)
+            stored |= {name: coded.elements, name + "_scale_inv": coded.scales}
+            meant[name] = mxfp8.decode(coded, torch.float32)
+            layers[name.removesuffix(".weight")] = {"quant_algo": "MXFP8"}
+    quantization: dict[str, Any] = {
+        "quant_method": "mxfp8",
+        "activation_scheme": "dynamic",
+        "weight_block_size": [1, 32],
+        "ignored_layers": ["lm_head"],
+    }
+    if experts == "nvfp4":
+        quantization = {
+            "quant_method": "modelopt",
+            "quant_algo": "MIXED_PRECISION",
+            "kv_cache_quant_algo": None,
+            "exclude_modules": ["lm_head"],
+            "quantized_layers": layers,
+        }
+    return config | {"quantization_config": quantization}, stored, meant
+
+
+def _nvfp4(plain: Tensor) -> dict[str, Tensor]:
+    """Random NVFP4 parts of the shape and about the size of a plain matrix, by name suffix."""
+    rows, columns = plain.shape
+    generator = torch.Generator().manual_seed(rows * columns)
+    packed = torch.randint(0, 256, (rows, columns // 2), generator=generator)
+    scales = torch.rand(rows, columns // 16, generator=generator) * 400
+    return {
+        "": packed.to(torch.uint8),
+        "_scale": scales.to(torch.float8_e4m3fn),
+        "_scale_2": plain.std() / 700,
+    }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -12,7 +13,7 @@ import pytest
 
 from m3stack.errors import StartupError
 from m3stack.models.minimax_m3.config import M3Config
-from tests.worker.models.minimax_m3.released import released_config
+from tests.worker.models.minimax_m3.released import released_config, released_mxfp8_config
 
 Object = dict[str, Any]
 
@@ -32,10 +33,13 @@ def test_both_released_variants_are_read(positions: int) -> None:
     assert (config.dtype, config.quantization) == ("bfloat16", None)
 
 
-def test_a_quantised_repository_is_read_and_named() -> None:
-    data = released_config()
-    data["quantization_config"] = {"quant_method": "mxfp8", "weight_block_size": [1, 32]}
-    assert M3Config.from_object(data).quantization == "mxfp8"
+def test_the_released_mxfp8_config_is_read() -> None:
+    config = M3Config.from_object(released_mxfp8_config())
+    assert config.quantization is not None
+    assert config.quantization.method == "mxfp8"
+    assert len(config.quantization.ignored_layers) == 5 + 57
+    plain = M3Config.from_object(released_config())
+    assert dataclasses.replace(config, quantization=None) == plain
 
 
 def test_token_ids_of_the_file_go_before_the_released_ones() -> None:

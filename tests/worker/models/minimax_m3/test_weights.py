@@ -38,7 +38,13 @@ def tensors() -> dict[str, Tensor]:
     return random_tensors(CONFIG, 4)
 
 
-def load(path: Path, *, dtype: torch.dtype = torch.float32, progress=lambda a, b: None) -> M3Model:
+def load(
+    path: Path,
+    *,
+    dtype: torch.dtype = torch.float32,
+    progress=lambda a, b: None,
+    keep_quantised: bool = False,
+) -> M3Model:
     return load_model(
         path,
         config=M3Config.from_dir(path),
@@ -46,6 +52,7 @@ def load(path: Path, *, dtype: torch.dtype = torch.float32, progress=lambda a, b
         device=torch.device("cpu"),
         dtype=dtype,
         progress=progress,
+        keep_quantised=keep_quantised,
     )
 
 
@@ -133,7 +140,7 @@ def test_progress_counts_every_byte_in_order(tmp_path: Path, tensors: dict[str, 
     total = sum(tensor.nbytes for tensor in tensors.values())
     assert seen[0] == (0, total)
     assert seen[-1] == (total, total)
-    assert len(seen) == len(tensors) + 1
+    assert len(seen) >= len(tensors) + 1
     assert seen == sorted(seen)
 
 
@@ -160,16 +167,7 @@ def test_a_tensor_of_another_shape_or_dtype_is_named(
     # fp8 bytes must not be read as if they were plain weights
     wrong = tensors[HEAD].to(torch.float8_e4m3fn)
     save_file(tensors | {HEAD: wrong}, path / "model.safetensors")
-    with pytest.raises(StartupError, match=rf"{HEAD} has dtype F8_E4M3, expected one of F32"):
-        load(path)
-
-
-def test_quantised_repositories_are_refused_by_name(
-    tmp_path: Path, tensors: dict[str, Tensor]
-) -> None:
-    config = CONFIG | {"quantization_config": {"quant_method": "mxfp8"}}
-    path = write_checkpoint(tmp_path / "m", config, tensors)
-    with pytest.raises(StartupError, match="quantised by 'mxfp8' are not supported yet"):
+    with pytest.raises(StartupError, match=rf"{HEAD} has dtype F8_E4M3, expected one of BF16, F16"):
         load(path)
 
 

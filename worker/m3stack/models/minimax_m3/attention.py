@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from torch import Tensor, nn
 
 from m3stack.kernels.interface import HeadNorms, Kernels, LayerPages, PagedRows
-from m3stack.layers import Linear, Place
+from m3stack.layers import Place, TextLinear
 from m3stack.models.minimax_m3.config import M3Config
 
 
@@ -50,8 +50,8 @@ class SelfAttention(nn.Module):
             self.index_k_norm = place.parameter(config.index_dim)
         self._parts = parts
         # q, k, v and, on sparse layers, index q and index k: one product
-        self.in_proj = Linear(place, config.hidden_size, sum(parts))
-        self.out_proj = Linear(place, queries, config.hidden_size)
+        self.in_proj = TextLinear(kernels, place, config.hidden_size, sum(parts))
+        self.out_proj = TextLinear(kernels, place, queries, config.hidden_size)
 
     def forward(self, x_TM: Tensor, step: StepRows, pages: LayerPages) -> Tensor:
         """Writes the rows' keys and values into the cache, then attends.

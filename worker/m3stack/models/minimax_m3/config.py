@@ -14,6 +14,7 @@ from typing import Any
 from m3stack.errors import StartupError
 from m3stack.models.facts import ModelFacts
 from m3stack.models.minimax_m3 import config_keys as keys
+from m3stack.models.minimax_m3.quantization import Quantization, read_quantization
 from m3stack.models.strict_json import Section, read_object
 
 
@@ -63,7 +64,7 @@ class M3Config:
         sparse_layers, moe_layers: one entry a layer.
         expert_size, dense_size, shared_size: inner widths of the three kinds of feed-forward.
         dtype: what the checkpoint says its weights are stored in.
-        quantization: the checkpoint's `quant_method`, or None.
+        quantization: how its linears are stored, or None where all are plain.
     """
 
     vocab_size: int
@@ -95,7 +96,7 @@ class M3Config:
     bos_token_id: int
     eos_token_id: int
     dtype: str
-    quantization: str | None
+    quantization: Quantization | None
     vision: VisionConfig
 
     @classmethod
@@ -137,7 +138,11 @@ class M3Config:
             **_sparse_fields(sparse, text.whole("num_hidden_layers")),
             **_token_fields(top, text),
             dtype=_stored_dtype(top),
-            quantization=_quantization(top),
+            quantization=(
+                read_quantization(top.inner("quantization_config"))
+                if "quantization_config" in top
+                else None
+            ),
             vision=_vision(top),
         )
         _check_text(text, sparse, config)
@@ -222,15 +227,6 @@ def _stored_dtype(top: Section) -> str:
         if key in top:
             return top.one_of(key, keys.DTYPE_NAMES)
     return "bfloat16"
-
-
-def _quantization(top: Section) -> str | None:
-    if "quantization_config" not in top:
-        return None
-    method = top.inner("quantization_config").get("quant_method")
-    if not isinstance(method, str):
-        raise StartupError("config.json: quantization_config has no quant_method")
-    return method
 
 
 def _vision(top: Section) -> VisionConfig:

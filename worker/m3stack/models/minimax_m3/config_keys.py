@@ -140,6 +140,7 @@ VISION_REQUIRED = {
 # inert: the picture size is bounded by the processor, and there is no token table
 VISION_OPTIONAL = {
     "image_size",
+    "initializer_factor",
     "initializer_range",
     "model_type",
     "vocab_size",

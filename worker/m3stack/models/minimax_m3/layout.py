@@ -1,5 +1,6 @@
 """The checkpoint's tensor list: name, shape, and the slice of our parameter each one fills.
 
+These are the tensors of a plain checkpoint; `stored.py` says how a quantised one stores them.
 Source: tensor names and shapes of the released BF16 repository (23,416 tensors).
 """
 
@@ -10,6 +11,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from m3stack.models.minimax_m3.config import M3Config, VisionConfig
+from m3stack.models.minimax_m3.ranks import Split
 
 Shape = tuple[int, ...]
 
@@ -24,6 +26,9 @@ class Placement:
         first_row: where it begins in the (expert's) parameter; 0 unless fused with others.
         expert: first index of a parameter that stacks experts, else None.
         keeps_fp32: stored and computed in fp32, whatever the model's dtype.
+        split: how tensor-parallel ranks divide it.
+        head_rows: rows of a head, where the split is by heads.
+        is_quantisable: matrix of a text linear, which a quantised checkpoint stores in fewer bits.
     """
 
     shape: Shape
@@ -31,6 +36,9 @@ class Placement:
     first_row: int = 0
     expert: int | None = None
     keeps_fp32: bool = False
+    split: Split = Split.NONE
+    head_rows: int = 0
+    is_quantisable: bool = False
 
     @property
     def numel(self) -> int:
@@ -41,8 +49,10 @@ def checkpoint_layout(config: M3Config) -> dict[str, Placement]:
     """Every tensor of a checkpoint with this config, and nothing else, in a fixed order."""
     width, vocab = config.hidden_size, config.vocab_size
     layout = {
-        "language_model.model.embed_tokens.weight": Placement((vocab, width), "embedding"),
-        "language_model.lm_head.weight": Placement((vocab, width), "head.weight"),
+        "language_model.model.embed_tokens.weight": Placement(
+            (vocab, width), "embedding", split=Split.ROWS
+        ),
+        "language_model.lm_head.weight": Placement((vocab, width), "head.weight", split=Split.ROWS),
         "language_model.model.norm.weight": Placement((width,), "norm"),
     }
     for layer in range(config.num_layers):
@@ -67,33 +77,83 @@ def _attention(
 ) -> Iterator[tuple[str, Placement]]:
     queries = config.num_heads * config.head_dim
     keys = config.num_kv_heads * config.head_dim
-    parts = {"q_proj": queries, "k_proj": keys, "v_proj": keys}
+    # name -> rows, how they are split, rows of a head
+    parts = {
+        "q_proj": (queries, Split.ROWS, config.head_dim),
+        "k_proj": (keys, Split.KV_HEADS, config.head_dim),
+        "v_proj": (keys, Split.KV_HEADS, config.head_dim),
+    }
     norms = {"q_norm": config.head_dim, "k_norm": config.head_dim}
     if config.sparse_layers[layer]:
         parts |= {
-            "index_q_proj": config.num_kv_heads * config.index_dim,
-            "index_k_proj": config.index_dim,
+            # one index query head a KV head, one index key for all
+            "index_q_proj": (
+                config.num_kv_heads * config.index_dim,
+                Split.KV_HEADS,
+                config.index_dim,
+            ),
+            "index_k_proj": (config.index_dim, Split.NONE, 0),
         }
         norms |= {"index_q_norm": config.index_dim, "index_k_norm": config.index_dim}
     first_row = 0
-    for name, rows in parts.items():
-        yield (
-            f"{there}{name}.weight",
-            Placement((rows, config.hidden_size), here + "in_proj.weight", first_row),
+    for name, (rows, split, head_rows) in parts.items():
+        placement = Placement(
+            (rows, config.hidden_size),
+            here + "in_proj.weight",
+            first_row,
+            split=split,
+            head_rows=head_rows,
+            is_quantisable=True,
         )
+        yield f"{there}{name}.weight", placement
         first_row += rows
     yield (
         there + "o_proj.weight",
-        Placement((config.hidden_size, queries), here + "out_proj.weight"),
+        Placement(
+            (config.hidden_size, queries),
+            here + "out_proj.weight",
+            split=Split.COLUMNS,
+            head_rows=config.head_dim,
+            is_quantisable=True,
+        ),
     )
     for name, size in norms.items():
         yield f"{there}{name}.weight", Placement((size,), here + name)
 
 
 def _feed_forward(width: int, inner: int, there: str, here: str) -> Iterator[tuple[str, Placement]]:
-    yield there + "gate_proj.weight", Placement((inner, width), here + "gate_up.weight")
-    yield there + "up_proj.weight", Placement((inner, width), here + "gate_up.weight", inner)
-    yield there + "down_proj.weight", Placement((width, inner), here + "down.weight")
+    names = ("gate_proj", "up_proj", "down_proj")
+    parameters = (here + "gate_up.weight", here + "down.weight")
+    yield from _swiglu(width, inner, tuple(there + name for name in names), parameters)
+
+
+def _swiglu(
+    width: int,
+    inner: int,
+    names: tuple[str, ...],
+    parameters: tuple[str, str],
+    expert: int | None = None,
+) -> Iterator[tuple[str, Placement]]:
+    """Gate, up and down of one feed-forward; gate rows stand before up rows."""
+    gate, up, down = names
+    for index, name in enumerate((gate, up)):
+        yield (
+            name + ".weight",
+            Placement(
+                (inner, width),
+                parameters[0],
+                index * inner,
+                expert,
+                split=Split.ROWS,
+                is_quantisable=True,
+            ),
+        )
+    yield (
+        down + ".weight",
+        Placement(
+            (width, inner), parameters[1], 0, expert, split=Split.COLUMNS, is_quantisable=True
+        ),
+    )
 
 
 def _experts(config: M3Config, there: str, here: str) -> Iterator[tuple[str, Placement]]:
@@ -104,10 +164,8 @@ def _experts(config: M3Config, there: str, here: str) -> Iterator[tuple[str, Pla
         Placement((count,), here + "router_bias", keeps_fp32=True),
     )
     for expert in range(count):
-        name = f"{there}experts.{expert}."
-        yield name + "w1.weight", Placement((inner, width), here + "gate_up", 0, expert)
-        yield name + "w3.weight", Placement((inner, width), here + "gate_up", inner, expert)
-        yield name + "w2.weight", Placement((width, inner), here + "down", 0, expert)
+        names = tuple(f"{there}experts.{expert}.{name}" for name in ("w1", "w3", "w2"))
+        yield from _swiglu(width, inner, names, (here + "gate_up", here + "down"), expert)
     yield from _feed_forward(width, config.shared_size, there + "shared_experts.", here + "shared.")
 
 

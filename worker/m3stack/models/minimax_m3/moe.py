@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from m3stack.kernels.interface import Kernels
-from m3stack.layers import Linear, Place
+from m3stack.layers import Place, TextLinear, weight_of
 from m3stack.models.minimax_m3.config import M3Config
 
 
@@ -16,8 +16,8 @@ class FeedForward(nn.Module):
     def __init__(self, config: M3Config, inner: int, *, kernels: Kernels, place: Place) -> None:
         super().__init__()
         self._swiglu, self._config = kernels.swiglu_oai, config
-        self.gate_up = Linear(place, config.hidden_size, 2 * inner)
-        self.down = Linear(place, inner, config.hidden_size)
+        self.gate_up = TextLinear(kernels, place, config.hidden_size, 2 * inner)
+        self.down = TextLinear(kernels, place, inner, config.hidden_size)
 
     def forward(self, x_TM: Tensor) -> Tensor:
         gate, up = self.gate_up(x_TM).chunk(2, dim=-1)
@@ -36,8 +36,8 @@ class MixtureOfExperts(nn.Module):
         # a router in half precision chooses other experts
         self.router = place.parameter(count, width, dtype=torch.float32)
         self.router_bias = place.parameter(count, dtype=torch.float32)
-        self.gate_up = place.parameter(count, 2 * inner, width)
-        self.down = place.parameter(count, width, inner)
+        self.gate_up, self.gate_up_scale = place.text_weight(count, 2 * inner, width)
+        self.down, self.down_scale = place.text_weight(count, width, inner)
         self.shared = FeedForward(config, config.shared_size, kernels=kernels, place=place)
 
     def forward(self, x_TM: Tensor) -> Tensor:
@@ -47,8 +47,8 @@ class MixtureOfExperts(nn.Module):
         )
         routed_TM = self._kernels.run_experts(
             x_TM,
-            self.gate_up,
-            self.down,
+            weight_of(self.gate_up, self.gate_up_scale),
+            weight_of(self.down, self.down_scale),
             ids_Tk,
             weights_Tk * config.routed_scaling_factor,
             config.swiglu_alpha,

@@ -1,31 +1,41 @@
-"""Fills a model from safetensors files: every tensor exactly once, or a named error."""
+"""Fills a model, or one rank's part of it, from safetensors files: every tensor once, or an error.
+
+Files are read piece by piece through one buffer, so that host memory stays bounded whatever their
+size. Quantised weights are decoded on the way, or kept as they are for kernels that take them.
+"""
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
-from torch import Tensor, nn
+from torch import Tensor
 
 from m3stack.errors import StartupError
-from m3stack.kernels.interface import Kernels
+from m3stack.kernels.interface import Kernels, Mxfp8Weight
+from m3stack.kernels.quantised import mxfp8, nvfp4
 from m3stack.layers import Place
 from m3stack.models.minimax_m3.config import M3Config
-from m3stack.models.minimax_m3.layout import Placement, checkpoint_layout
 from m3stack.models.minimax_m3.model import M3Model
-from m3stack.models.strict_json import Section, read_object
-
-SINGLE_FILE = "model.safetensors"
-INDEX_FILE = "model.safetensors.index.json"
+from m3stack.models.minimax_m3.quantization import WeightFormat
+from m3stack.models.minimax_m3.ranks import WHOLE, Rank, Span
+from m3stack.models.minimax_m3.slices import Slice, parameter_shapes, rank_slices
+from m3stack.models.minimax_m3.stored import Part, Stored, stored_tensors
+from m3stack.weight_files.directory import Shards, complain, read_shards
+from m3stack.weight_files.header import TensorEntry
+from m3stack.weight_files.reader import Buffer, FileReader
 
 Progress = Callable[[int, int], None]
 
-_BYTES_OF_DTYPE = {"F32": 4, "F16": 2, "BF16": 2}
-_SHOWN_NAMES = 5
+# decoding goes through fp32, which takes several times the bytes
+DECODED_BYTES = 2 << 20
+
+SCALE_SUFFIX = "_scale"
+"""A kept MXFP8 parameter's scales stand in a parameter of its name with this behind it."""
 
 
 def load_model(
@@ -36,134 +46,264 @@ def load_model(
     device: torch.device,
     dtype: torch.dtype,
     progress: Progress,
+    keep_quantised: bool = False,
 ) -> M3Model:
-    """Builds the model on a device and fills it, one tensor at a time.
+    """Builds the model on a device and fills it.
 
     Args:
         path: the checkpoint directory: `model.safetensors`, or shards and their index.
         config: of that directory.
         dtype: of the model; router weight, router bias and patch embedding stay fp32.
-        progress: called with bytes done and bytes in all, first with 0, last with both equal.
+        progress: called with bytes done and bytes in all, first with 0, last with both equal; may
+            raise to end the loading.
+        keep_quantised: MXFP8 weights stay MXFP8; otherwise they are decoded to `dtype`.
 
     Raises:
-        StartupError: quantised weights; a file, tensor or index entry that is missing, unknown,
-            doubled or unreadable; a tensor of another shape or dtype.
+        StartupError: a file, tensor or index entry that is missing, unknown, doubled or
+            unreadable; a tensor of another shape or dtype; weights that cannot be kept quantised.
     """
-    if config.quantization is not None:
-        raise StartupError(
-            f"{path}: weights quantised by {config.quantization!r} are not supported yet; "
-            "use the repository with bfloat16 weights"
-        )
-    layout = checkpoint_layout(config)
-    shards = _shards(Path(path))
-    _check_names(Path(path), shards, layout)
-    model = M3Model(config, kernels=kernels, place=Place(device, dtype))
-    parameters = dict(model.named_parameters())
-    total = _check_tensors(shards, layout)
-    done = 0
-    progress(done, total)
-    for file, names in shards.items():
-        with _open(file) as tensors:
-            for name in names:
-                tensor = _read(tensors, file, name)
-                _fill(parameters, layout[name], tensor)
-                done += tensor.nbytes
-                progress(done, total)
+    checkpoint = open_checkpoint(path, config)
+    slices = rank_slices(config, WHOLE)
+    if keep_quantised:
+        _require_mxfp8(path, slices)
+    place = Place(device, dtype, keeps_mxfp8=keep_quantised)
+    model = M3Model(config, kernels=kernels, place=place)
+    targets = {name: parameter.detach() for name, parameter in model.named_parameters()}
+    fill(checkpoint, slices, targets, progress)
     return model
 
 
-def _fill(parameters: Mapping[str, nn.Parameter], placement: Placement, tensor: Tensor) -> None:
-    target = parameters[placement.parameter].detach()
-    if placement.expert is not None:
-        target = target[placement.expert]
-    rows = target.narrow(0, placement.first_row, placement.shape[0])
-    # the patch convolution is stored with five dims and used as a matrix
-    rows.copy_(tensor.view(rows.shape))
+def load_rank(
+    path: Path | str,
+    *,
+    config: M3Config,
+    rank: Rank,
+    place: Place,
+    progress: Progress,
+) -> dict[str, Tensor]:
+    """One rank's part of all parameters, by the names of `M3Model.named_parameters`.
+
+    Only rows that the rank needs are read. Parameters that stack experts hold the rank's own.
+
+    Args:
+        place: where the tensors are to be, and in what dtype; with `keeps_mxfp8`, elements stand
+            under the parameter's name and scales under that name and `SCALE_SUFFIX`.
+
+    Raises:
+        StartupError: as `load_model`, and sizes that do not divide over the ranks.
+    """
+    checkpoint = open_checkpoint(path, config)
+    slices = rank_slices(config, rank)
+    if place.keeps_mxfp8:
+        _require_mxfp8(path, slices)
+    targets = _allocate(slices, place)
+    fill(checkpoint, slices, targets, progress)
+    return targets
 
 
-def _shards(directory: Path) -> dict[Path, list[str]]:
-    """Every weight file with the tensors it holds, checked against the index if there is one."""
-    single, index = directory / SINGLE_FILE, directory / INDEX_FILE
-    if single.exists() and index.exists():
-        raise StartupError(
-            f"{directory} holds both {SINGLE_FILE} and {INDEX_FILE}; remove one of them"
-        )
-    if single.exists():
-        return {single: _names(single)}
-    if not index.exists():
-        raise StartupError(f"{directory} holds neither {SINGLE_FILE} nor {INDEX_FILE}")
-    section = Section(
-        INDEX_FILE, read_object(index), required=("weight_map",), optional=("metadata",)
-    )
-    weight_map = section.inner("weight_map")
-    shards: dict[Path, list[str]] = {}
-    for file_name in sorted({str(value) for value in weight_map.values()}):
-        if Path(file_name).name != file_name:
-            raise StartupError(f"{INDEX_FILE} names {file_name!r}, which is no plain file name")
-        file = directory / file_name
-        shards[file] = _names(file)
-        mapped = {name for name, value in weight_map.items() if value == file_name}
-        end = f"against what {INDEX_FILE} says of it"
-        _complain(f"{file_name} lacks", mapped - set(shards[file]), end)
-        _complain(f"{file_name} holds", set(shards[file]) - mapped, end)
-    return shards
+@dataclass(frozen=True, slots=True)
+class Checkpoint:
+    """Files whose tensors are the ones that config.json calls for.
+
+    Attributes:
+        shards: file -> its tensors.
+        parts: plain tensor -> what stores it: (file, name there, what it is).
+    """
+
+    shards: Shards
+    parts: Mapping[str, Mapping[Part, tuple[Path, str, Stored]]]
+
+    def entry(self, weight: str, part: Part) -> tuple[Path, str, TensorEntry]:
+        """Where a part of a plain tensor stands."""
+        file, name, _ = self.parts[weight][part]
+        return file, name, self.shards[file][name]
 
 
-def _names(file: Path) -> list[str]:
-    with _open(file) as tensors:
-        return list(tensors.keys())
+def open_checkpoint(path: Path | str, config: M3Config) -> Checkpoint:
+    """Checks the names, shapes and dtypes of all tensors from the files' headers.
+
+    Raises:
+        StartupError: as `load_model`.
+    """
+    directory, stored = Path(path), stored_tensors(config)
+    shards = read_shards(directory)
+    held = {name: file for file, entries in shards.items() for name in entries}
+    needed = {name for name, item in stored.items() if not item.is_optional}
+    complain(f"{directory} lacks", needed - set(held), "which config.json calls for")
+    complain(f"{directory} holds", set(held) - set(stored), "which config.json has no place for")
+    parts: defaultdict[str, dict[Part, tuple[Path, str, Stored]]] = defaultdict(dict)
+    for name, file in held.items():
+        item, entry = stored[name], shards[file][name]
+        if entry.shape != item.shape:
+            raise StartupError(
+                f"{file.name}: tensor {name} has shape {list(entry.shape)}, "
+                f"config.json calls for {list(item.shape)}"
+            )
+        if entry.dtype not in item.dtypes:
+            raise StartupError(
+                f"{file.name}: tensor {name} has dtype {entry.dtype}, "
+                f"expected one of {', '.join(item.dtypes)}"
+            )
+        parts[item.weight][item.part] = (file, name, item)
+    return Checkpoint(shards, parts)
 
 
-def _open(file: Path) -> Any:
-    try:
-        return safe_open(file, framework="pt", device="cpu")
-    except FileNotFoundError:
-        raise StartupError(f"{file} does not exist") from None
-    except (SafetensorError, OSError) as error:
-        raise StartupError(f"{file} is not a readable safetensors file: {error}") from error
-
-
-def _read(tensors: Any, file: Path, name: str) -> Tensor:
-    try:
-        return tensors.get_tensor(name)
-    except (SafetensorError, OSError) as error:
-        raise StartupError(f"{file.name}: tensor {name} cannot be read: {error}") from error
-
-
-def _check_names(
-    directory: Path, shards: Mapping[Path, list[str]], layout: Mapping[str, Placement]
+def fill(
+    checkpoint: Checkpoint,
+    slices: Mapping[str, Slice],
+    targets: Mapping[str, Tensor],
+    progress: Progress,
 ) -> None:
-    held = Counter(name for names in shards.values() for name in names)
-    doubled = [name for name, count in held.items() if count > 1]
-    _complain(f"{directory} holds", doubled, "more than once")
-    _complain(f"{directory} lacks", set(layout) - set(held), "which config.json calls for")
-    _complain(f"{directory} holds", set(held) - set(layout), "which config.json has no place for")
+    """Copies every slice into its target, in the order of the files' bytes."""
+    total = sum(
+        _read_bytes(checkpoint, weight, part, item)
+        for weight, item in slices.items()
+        for part in checkpoint.parts[weight]
+        if part is not Part.INPUT_SCALE
+    )
+    device = next(iter(targets.values())).device
+    done = 0
+    progress(done, total)
+    with ExitStack() as stack:
+        buffer = Buffer(pinned=device.type == "cuda")
+        readers = {
+            file: stack.enter_context(FileReader(file, buffer)) for file in checkpoint.shards
+        }
+        source = _Source(checkpoint, readers)
+        for weight in sorted(slices, key=source.position):
+            for num_bytes in _fill_one(source, weight, slices[weight], targets):
+                done += num_bytes
+                progress(done, total)
+    assert done == total, (done, total)
 
 
-def _check_tensors(shards: Mapping[Path, list[str]], layout: Mapping[str, Placement]) -> int:
-    """Checks shapes and dtypes from the headers; returns the bytes in all."""
-    total = 0
-    for file, names in shards.items():
-        with _open(file) as tensors:
-            for name in names:
-                header = tensors.get_slice(name)
-                shape, dtype = tuple(header.get_shape()), header.get_dtype()
-                if shape != layout[name].shape:
-                    raise StartupError(
-                        f"{file.name}: tensor {name} has shape {list(shape)}, "
-                        f"config.json calls for {list(layout[name].shape)}"
-                    )
-                if dtype not in _BYTES_OF_DTYPE:
-                    raise StartupError(
-                        f"{file.name}: tensor {name} has dtype {dtype}, "
-                        f"expected one of {', '.join(_BYTES_OF_DTYPE)}"
-                    )
-                total += _BYTES_OF_DTYPE[dtype] * layout[name].numel
-    return total
+class _Source:
+    """Open files and what stands where in them."""
+
+    def __init__(self, checkpoint: Checkpoint, readers: Mapping[Path, FileReader]) -> None:
+        self._checkpoint, self._readers = checkpoint, readers
+        self._order = {file: index for index, file in enumerate(checkpoint.shards)}
+
+    def position(self, weight: str) -> tuple[int, int]:
+        """File number and offset of a weight's largest part."""
+        parts = self._checkpoint.parts[weight]
+        main = Part.VALUES if Part.VALUES in parts else Part.ELEMENTS
+        file, _, entry = self._checkpoint.entry(weight, main)
+        return self._order[file], entry.start
+
+    def pieces(
+        self, weight: str, part: Part, rows: Span, at_most: int | None = None
+    ) -> Iterator[tuple[int, Tensor]]:
+        """Some rows of a part; see `FileReader.pieces`."""
+        file, name, entry = self._checkpoint.entry(weight, part)
+        span = range(rows.first, rows.first + rows.count)
+        return self._readers[file].pieces(name, entry, span, at_most)
+
+    def all_of(self, weight: str, part: Part, rows: Span, device: torch.device) -> Tensor:
+        """The same at once, copied out of the buffer: for scales, which are small."""
+        pieces = [piece.to(device, copy=True) for _, piece in self.pieces(weight, part, rows)]
+        return torch.cat(pieces) if len(pieces) > 1 else pieces[0]
 
 
-def _complain(start: str, names: Iterable[str], end: str) -> None:
-    found = sorted(names)
-    if found:
-        more = f" and {len(found) - _SHOWN_NAMES} more" if len(found) > _SHOWN_NAMES else ""
-        raise StartupError(f"{start} {', '.join(found[:_SHOWN_NAMES])}{more}, {end}")
+def _fill_one(
+    source: _Source, weight: str, item: Slice, targets: Mapping[str, Tensor]
+) -> Iterator[int]:
+    """Fills one slice; yields the bytes read since the last time."""
+    values = targets[item.parameter]
+    scales = targets.get(item.parameter + SCALE_SUFFIX)
+    if item.stored is WeightFormat.PLAIN:
+        yield from _copy(source, weight, Part.VALUES, item, values)
+    elif scales is not None:
+        in_groups = replace(item, columns=item.columns.divided(mxfp8.GROUP_VALUES))
+        yield from _copy(source, weight, Part.SCALES, in_groups, scales)
+        yield from _copy(source, weight, Part.ELEMENTS, item, values)
+    else:
+        yield from _decode(source, weight, item, values)
+
+
+def _copy(source: _Source, weight: str, part: Part, item: Slice, target: Tensor) -> Iterator[int]:
+    rows = _target_rows(item, target)
+    for row, piece in source.pieces(weight, part, item.rows):
+        first = row - item.rows.first
+        rows[first : first + len(piece)].copy_(_columns(piece, item.columns))
+        yield piece.nbytes
+
+
+def _decode(source: _Source, weight: str, item: Slice, target: Tensor) -> Iterator[int]:
+    rows, device = _target_rows(item, target), target.device
+    scales = source.all_of(weight, Part.SCALES, item.rows, device)
+    yield scales.nbytes
+    factor = None
+    if item.stored is WeightFormat.NVFP4:
+        factor = source.all_of(weight, Part.GLOBAL_SCALE, Span(0, 1), device)
+        yield factor.nbytes
+    for row, piece in source.pieces(weight, Part.ELEMENTS, item.rows, DECODED_BYTES):
+        first = row - item.rows.first
+        own = slice(first, first + len(piece))
+        elements = piece.to(device)
+        if factor is None:
+            columns, groups = item.columns, item.columns.divided(mxfp8.GROUP_VALUES)
+            coded = Mxfp8Weight(_columns(elements, columns), _columns(scales[own], groups))
+            decoded = mxfp8.decode(coded, target.dtype)
+        else:
+            columns, groups = item.columns.divided(2), item.columns.divided(nvfp4.GROUP_VALUES)
+            decoded = nvfp4.decode(
+                _columns(elements, columns), _columns(scales[own], groups), factor, target.dtype
+            )
+        rows[own].copy_(decoded)
+        yield piece.nbytes
+
+
+def _target_rows(item: Slice, target: Tensor) -> Tensor:
+    """The rows of a parameter that a slice fills, as a matrix."""
+    if item.expert is not None:
+        target = target[item.expert]
+    rows = target.narrow(0, item.first_row, item.rows.count)
+    return rows.unsqueeze(-1) if rows.dim() == 1 else rows
+
+
+def _columns(rows: Tensor, columns: Span) -> Tensor:
+    return rows.narrow(-1, columns.first, columns.count)
+
+
+def _read_bytes(checkpoint: Checkpoint, weight: str, part: Part, item: Slice) -> int:
+    _, _, entry = checkpoint.entry(weight, part)
+    if not entry.shape:
+        return entry.num_bytes
+    return entry.num_bytes // entry.shape[0] * item.rows.count
+
+
+def _allocate(slices: Mapping[str, Slice], place: Place) -> dict[str, Tensor]:
+    """Uninitialised tensors for a rank's parameters."""
+    shapes = parameter_shapes(slices)
+    is_vector = {item.parameter for item in slices.values() if item.is_vector}
+    targets: dict[str, Tensor] = {}
+    for item in slices.values():
+        name = item.parameter
+        if name in targets:
+            continue
+        shape = shapes[name]
+        if place.keeps_mxfp8 and item.stored is WeightFormat.MXFP8:
+            groups = (*shape[:-1], shape[-1] // mxfp8.GROUP_VALUES)
+            targets[name] = torch.empty(shape, dtype=torch.float8_e4m3fn, device=place.device)
+            targets[name + SCALE_SUFFIX] = torch.empty(
+                groups, dtype=torch.uint8, device=place.device
+            )
+            continue
+        dtype = torch.float32 if item.keeps_fp32 else place.dtype
+        shape = shape[:-1] if name in is_vector else shape
+        targets[name] = torch.empty(shape, dtype=dtype, device=place.device)
+    return targets
+
+
+def _require_mxfp8(path: Path | str, slices: Mapping[str, Slice]) -> None:
+    plain = sorted(
+        name
+        for name, item in slices.items()
+        if item.is_quantisable and item.stored is not WeightFormat.MXFP8
+    )
+    if plain:
+        raise StartupError(
+            f"{path}: weights can be kept quantised only where all linears of the text model are "
+            f"in MXFP8; {plain[0]} is in {slices[plain[0]].stored.value}; decode them instead"
+        )
