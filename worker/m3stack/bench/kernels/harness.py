@@ -64,6 +64,7 @@ class Prepared:
         overlap: measured agreement of neighbouring selections, where it decides the cost.
         notes: facts of the run worth keeping beside the figure.
         graph: whether calls can be captured; otherwise they are timed on the stream.
+        timing: how calls and peers are timed instead, where neither of the two will do.
     """
 
     check: Callable[[], None]
@@ -74,6 +75,7 @@ class Prepared:
     overlap: float | None = None
     notes: str = ""
     graph: bool = True
+    timing: Callable[[Sequence[Call]], Timing] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,7 +174,7 @@ def run_case(case: Case, ceilings: Ceilings) -> Row:
     except Exception as failure:  # noqa: BLE001
         traceback.print_exc()
         return Row(case.name, case.shape, None, error=f"{type(failure).__name__}: {failure}")
-    timed = time_graph if prepared.graph else time_stream
+    timed = prepared.timing or (time_graph if prepared.graph else time_stream)
     timing = timed(prepared.calls)
     peers = {name: timed(calls).median_us for name, calls in prepared.peers.items()}
     return Row(

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from m3stack.bench.kernels.batches import BLOCK_TOKENS, HEAD_DIM, BatchShape, MsaBatch, make_batch
+from m3stack.bench.kernels.bursts import time_bursts
 from m3stack.bench.kernels.dense_prefill import dense_prefill_calls
 from m3stack.bench.kernels.harness import (
     Call,
@@ -220,16 +221,24 @@ def _overlap(shape: PrefillShape, inputs: PrefillInputs) -> float:
     return load_factor(inputs.blocks_GTK[:, :count].cpu(), rows, 8)
 
 
-def prepare_choice(shape: PrefillShape, ceilings: Ceilings) -> Prepared:
-    """Scoring and ranking, with the portable form beside it."""
+def prepare_choice(shape: PrefillShape, sustained: bool, ceilings: Ceilings) -> Prepared:
+    """Scoring and ranking, with the portable form and a plain product of as many operations."""
     kernels, inputs = CudaPrefill(library()), input_sets(shape)
+    # rows x 8192 x columns, as near to the scorer's operations as whole tiles of 256 allow
+    columns = round(shape.score_flops() / (2 * CHUNK * CHUNK) / 256) * 256
+    left = torch.randn(CHUNK, CHUNK, dtype=torch.bfloat16, device="cuda")
+    right = torch.randn(CHUNK, columns, dtype=torch.bfloat16, device="cuda")
     return Prepared(
         check=partial(check_choice, kernels, inputs[0]),
         calls=calls_on(partial(choose, kernels), inputs),
         floor_us=shape.floor_us(ceilings, shape.score_flops()),
-        peers={"triton": calls_on(portable_choice, inputs)},
+        peers={
+            "matrix product of as many operations": [partial(torch.matmul, left, right)],
+            "triton": calls_on(portable_choice, inputs),
+        },
         flops=shape.score_flops(),
         notes="scores, ranks and merges: the whole block choice",
+        timing=None if sustained else time_bursts,
     )
 
 
@@ -285,6 +294,11 @@ OVERLAPS = {"": MEASURED_LIKE, "_identical": IDENTICAL, "_disjoint": DISJOINT}
 SCORED = PrefillShape(CHUNK, 1 << 17)
 
 
+def _choice_case(name: str, *, sustained: bool) -> Case:
+    what = "block choice under lasting load" if sustained else "block choice in bursts"
+    return Case(name, SCORED.describe(what), partial(prepare_choice, SCORED, sustained))
+
+
 def _layer_case(name: str, shape: PrefillShape) -> Case:
     return Case(name, shape.describe("prefill layer"), partial(prepare_layer, shape))
 
@@ -296,7 +310,8 @@ def _attention_case(name: str, new_blocks: int, arm: Arm) -> Case:
 
 
 CASES = (
-    Case("score_prefill_tflops", SCORED.describe("block choice"), partial(prepare_choice, SCORED)),
+    _choice_case("score_prefill_tflops", sustained=False),
+    _choice_case("score_prefill_sustained", sustained=True),
     _attention_case("attend_measured", MEASURED_LIKE, Arm.MEASURED),
     _attention_case("attend_identical", IDENTICAL, Arm.MEASURED),
     _attention_case("attend_kv_major_disjoint", DISJOINT, Arm.KEY_MAJOR),

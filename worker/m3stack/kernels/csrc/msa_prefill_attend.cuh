@@ -10,8 +10,8 @@ namespace m3 {
 constexpr int kHeads = 16;   // query heads of a KV group, the rows of a warp
 constexpr int kChosen = 16;  // most blocks a row may choose
 constexpr int kWarpgroupTokens = 4;
-// a union entry holds the block below, a bit for each of up to 12 tokens above
-constexpr int kMemberShift = 20;
+// a union entry holds the block below, a bit for each of up to 8 tokens above
+constexpr int kMemberShift = 24;
 constexpr unsigned kBlockMask = (1u << kMemberShift) - 1;
 
 // Adding to one address from every tile would take longer than building the unions.
@@ -27,11 +27,11 @@ struct AttendArguments {
   unsigned long long* totals;        // [2]: the same, summed over runs
   int4* tiles;                       // [tiles]: first token, tokens, its position, length
   int* union_sizes;                  // [G, tiles]
-  int2* unions;                      // [G, tiles, tile tokens * 16]: page, block | tokens << 20
+  int2* unions;                      // [G, tiles, tile tokens * 16]: page, block | tokens << 24
   float scale;
   int num_tokens, num_heads, num_groups, num_sequences, table_pitch;
   int num_tiles, num_blocks;
-  int tile_tokens;                   // 4, 8 or 12
+  int tile_tokens;                   // 4 or 8
   int arm;                           // one of Arm
   int load_limit;                    // 1,024ths, see union_arm_chosen
 };
@@ -156,7 +156,9 @@ __device__ __forceinline__ void pack_weights(const float (&scores)[64], uint32_t
   for (int i = 0; i < 32; ++i) weights[i] = pack_bf16(scores[2 * i], scores[2 * i + 1]);
 }
 
+// Most blocks leave the maxima of a whole warp as they were.
 __device__ __forceinline__ void rescale(float (&out)[64], float2 factors) {
+  if (!__any_sync(~0u, factors.x != 1 || factors.y != 1)) return;
 #pragma unroll
   for (int i = 0; i < 64; i += 4) {
     out[i] *= factors.x;

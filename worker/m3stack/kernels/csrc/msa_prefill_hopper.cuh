@@ -28,36 +28,6 @@ __device__ __forceinline__ Shared& aligned_shared(uint8_t* raw) {
   return *reinterpret_cast<Shared*>(raw + (-shared_address(raw) & 1023));
 }
 
-// ---- chained launches ----
-
-// Lets the next kernel of a chain be set up while this one runs.
-__device__ __forceinline__ void chain_release() {
-  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
-}
-
-// Waits for the kernel before in the chain and for all it wrote. Every kernel of a chain waits, so
-// what came before that one is finished too.
-__device__ __forceinline__ void chain_wait() {
-  asm volatile("griddepcontrol.wait;" ::: "memory");
-}
-
-// Launches a kernel that calls chain_wait before it touches what its predecessor wrote.
-template <typename... Parameters, typename... Values>
-cudaError_t launch_chained(void (*kernel)(Parameters...), dim3 grid, int threads, int bytes,
-                           cudaStream_t stream, const Values&... values) {
-  cudaLaunchAttribute attribute;
-  attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
-  attribute.val.programmaticStreamSerializationAllowed = 1;
-  cudaLaunchConfig_t config = {};
-  config.gridDim = grid;
-  config.blockDim = dim3(threads);
-  config.dynamicSmemBytes = bytes;
-  config.stream = stream;
-  config.attrs = &attribute;
-  config.numAttrs = 1;
-  return cudaLaunchKernelEx(&config, kernel, Parameters(values)...);
-}
-
 // ---- barriers in shared memory ----
 __device__ __forceinline__ void barrier_init(uint64_t* barrier, int arrivals) {
   asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(shared_address(barrier)),

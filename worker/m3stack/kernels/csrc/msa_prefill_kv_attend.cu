@@ -11,7 +11,7 @@ namespace m3 {
 constexpr int kReaders = 3;  // warpgroups that multiply
 constexpr int kKeyStages = 2;
 constexpr int kQueryStages = 2;
-constexpr int kCombineBlocks = 8;  // thread blocks of the sum on one SM
+constexpr int kCombineBlocks = 6;  // thread blocks of the sum on one SM
 
 struct KeyMajorShared {
   alignas(1024) uint8_t keys[kKeyStages][kPageBytes];
@@ -222,8 +222,8 @@ __device__ __forceinline__ void combine_row(const InvertArguments& v, int64_t in
                            (int64_t(v.first_token + token) * heads + head) * kDim)[lane] = result;
 }
 
-// A grid of fixed size: where the other arm ran, it must be cheap to leave.
-__global__ void __launch_bounds__(256) combine_partials(const InvertArguments v) {
+// A grid that fills the SMs once: where the other arm ran, it must be cheap to leave.
+__global__ void __launch_bounds__(256, kCombineBlocks) combine_partials(const InvertArguments v) {
   if (union_arm_chosen(v.base)) return;
   // a multiple of 16 heads: the two halves of a warp end together
   const int64_t count = int64_t(v.num_tokens) * v.base.num_heads;

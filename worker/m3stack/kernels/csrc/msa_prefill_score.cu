@@ -35,7 +35,25 @@ struct ScoreShared {
   alignas(1024) uint8_t keys[kScoreStages][kPageBytes];
   alignas(16) unsigned long long lists[kTileRows][kListPitch];
   uint64_t full[kScoreStages], empty[kScoreStages];
+  alignas(16) int4 tiles[kSmallTiles];
+  int work_start[kSmallTiles + 1], sequence_tiles[kSmallTiles + 2];
 };
+
+// The arguments with this worker's own plan in them, which the first one leaves for the merge.
+__device__ __forceinline__ ScoreArguments planned(const ScoreArguments& a, ScoreShared& shared) {
+  ScoreArguments own = a;
+  own.tiles = shared.tiles;
+  own.work_start = shared.work_start;
+  own.sequence_tiles = shared.sequence_tiles;
+  plan_tiles(own);
+  if (blockIdx.x == 0) {
+    for (int i = threadIdx.x; i <= a.num_tiles; i += blockDim.x) {
+      a.work_start[i] = own.work_start[i];
+      if (i < a.num_tiles) a.tiles[i] = own.tiles[i];
+    }
+  }
+  return own;
+}
 
 __device__ void copy_pages(const ScoreArguments& a, const CUtensorMap* map, ScoreShared& shared) {
   const int lane = threadIdx.x & 31;
@@ -192,24 +210,11 @@ __device__ void score_piece(const ScoreArguments& a, const Piece& piece, ScoreSh
     store_row(ranked[i], lists + (row + (i >> 1) * 64 + (i & 1) * 8) * kRanked);
 }
 
-__global__ void __launch_bounds__(kScoreThreads, 1)
-    score_tiles(const ScoreArguments a, const __grid_constant__ CUtensorMap keys) {
-  extern __shared__ uint8_t raw[];
-  auto& shared = aligned_shared<ScoreShared>(raw);
-  if (threadIdx.x == 0) {
-    for (int i = 0; i < kScoreStages; ++i) {
-      barrier_init(&shared.full[i], 1);
-      barrier_init(&shared.empty[i], 8);
-    }
-    barrier_init_fence();
-    prefetch_map(&keys);
-  }
-  __syncthreads();
-  chain_release();
-  chain_wait();
+__device__ __forceinline__ void run_roles(const ScoreArguments& a, const CUtensorMap* keys,
+                                          ScoreShared& shared) {
   if (threadIdx.x < kWarpgroup) {
     give_registers<24>();
-    if (threadIdx.x < 32) copy_pages(a, &keys, shared);
+    if (threadIdx.x < 32) copy_pages(a, keys, shared);
   } else {
     take_registers<240>();
     Ring<kScoreStages> ring;
@@ -222,6 +227,25 @@ __global__ void __launch_bounds__(kScoreThreads, 1)
   }
 }
 
+// Copied arguments cost the loop over pages registers and time, so large steps keep theirs constant.
+template <bool kSmall>
+__global__ void __launch_bounds__(kScoreThreads, 1)
+    score_tiles(const ScoreArguments arguments, const __grid_constant__ CUtensorMap keys) {
+  extern __shared__ uint8_t raw[];
+  auto& shared = aligned_shared<ScoreShared>(raw);
+  if (threadIdx.x == 0) {
+    for (int i = 0; i < kScoreStages; ++i) {
+      barrier_init(&shared.full[i], 1);
+      barrier_init(&shared.empty[i], 8);
+    }
+    barrier_init_fence();
+    prefetch_map(&keys);
+  }
+  __syncthreads();
+  if constexpr (kSmall) run_roles(planned(arguments, shared), &keys, shared);
+  else run_roles(arguments, &keys, shared);
+}
+
 }  // namespace m3
 
 // Scores every page of every tile; `keys` is an encoded map of [P, 128, 128] bf16 with boxes of
@@ -230,10 +254,12 @@ extern "C" int m3_prefill_score(const m3::ScoreArguments* arguments, const void*
                                 void* stream_handle) {
   using namespace m3;
   const int bytes = sizeof(ScoreShared) + 1024;
+  const auto kernel = small_step(*arguments) ? score_tiles<true> : score_tiles<false>;
   const cudaError_t error =
-      cudaFuncSetAttribute(score_tiles, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
+      cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
   if (error != cudaSuccess) return error;
-  return launch_chained(score_tiles, dim3(arguments->num_workers), kScoreThreads, bytes,
-                        static_cast<cudaStream_t>(stream_handle), *arguments,
-                        *static_cast<const CUtensorMap*>(keys));
+  kernel<<<arguments->num_workers, kScoreThreads, bytes,
+           static_cast<cudaStream_t>(stream_handle)>>>(*arguments,
+                                                       *static_cast<const CUtensorMap*>(keys));
+  return cudaGetLastError();
 }

@@ -1,24 +1,21 @@
-// Prefill attention by query tiles: 4, 8 or 12 neighbouring tokens read the union of their blocks once.
+// Prefill attention by query tiles: 4 or 8 neighbouring tokens read the union of their blocks once.
 //
 // A tile never crosses sequences. Every row attends exactly its own blocks: a union entry carries
 // one bit a token, and a warp is one token. One warpgroup is four tokens and skips blocks that none
-// of them chose. One or two warpgroups overlap the keys of the next block with the values of this
-// one; three have no registers for that, and overlap with each other.
+// of them chose. Keys of the next block multiply while this block's weights meet its values.
 #include "msa_prefill_attend.cuh"
 
 namespace m3 {
 
-constexpr int kKeyStages = 3;
-template <int kWarpgroups>
-constexpr int kValueStages = kWarpgroups == 3 ? 2 : 3;
+constexpr int kUnionStages = 3;
 template <int kWarpgroups>
 struct UnionShared {
-  alignas(1024) uint8_t keys[kKeyStages][kPageBytes];
-  uint8_t values[kValueStages<kWarpgroups>][kPageBytes];
+  alignas(1024) uint8_t keys[kUnionStages][kPageBytes];
+  uint8_t values[kUnionStages][kPageBytes];
   uint8_t queries[2][kWarpgroups * 8192];  // halves of 64 columns; 64 rows a warpgroup
   unsigned entries[kWarpgroups][4 * kWarpgroups * kChosen];
-  uint64_t key_full[kKeyStages], key_empty[kKeyStages];
-  uint64_t value_full[kValueStages<kWarpgroups>], value_empty[kValueStages<kWarpgroups>];
+  uint64_t key_full[kUnionStages], value_full[kUnionStages];
+  uint64_t key_empty[kUnionStages], value_empty[kUnionStages];
   uint64_t query_full, query_empty;
 };
 
@@ -43,7 +40,7 @@ template <int kWarpgroups, bool kKeys>
 __device__ void copy_union_pages(const AttendArguments& a, const CUtensorMap* pages,
                                  const CUtensorMap* queries, UnionShared<kWarpgroups>& shared) {
   const int lane = threadIdx.x & 31;
-  Ring<kKeys ? kKeyStages : kValueStages<kWarpgroups>> ring;
+  Ring<kUnionStages> ring;
   uint32_t query_parity = 1;
   for (int index = blockIdx.x; index < a.num_tiles * a.num_groups; index += gridDim.x) {
     const UnionItem item = union_item<kWarpgroups>(a, index);
@@ -79,16 +76,14 @@ __device__ void copy_union_pages(const AttendArguments& a, const CUtensorMap* pa
 // How far a warpgroup may look for its next keys while it still holds the values of a block. Its
 // unread values then lag its keys by at most twice this less one. For two warpgroups to wait for
 // each other, one for keys and one for values, that lag must exceed twice the stages.
-template <int kWarpgroups>
-constexpr int kLookahead = kWarpgroups == 3 ? 0 : kKeyStages;
+constexpr int kLookahead = kUnionStages;
 
 // One warpgroup's way through the two rings. Blocks it does not need are let go, each after its
 // arrival: a stage must not be released twice in one pass.
 template <int kWarpgroups>
 struct UnionReader {
   UnionShared<kWarpgroups>& shared;
-  Ring<kKeyStages> keys;
-  Ring<kValueStages<kWarpgroups>> values;
+  Ring<kUnionStages> keys, values;
   int warpgroup;
   int next_key, next_value;  // indices into the union
 
@@ -223,7 +218,7 @@ __device__ __forceinline__ void attend_union(UnionTile<kWarpgroups>& tile, int s
     tile.begin_block(current);
     for (int next = reader.find_next(current + 1, size); next < size;
          next = reader.find_next(current + 1, size)) {
-      if (kLookahead<kWarpgroups> > 0 && next - current <= kLookahead<kWarpgroups>) {
+      if (next - current <= kLookahead) {
         tile.overlap_blocks(current, next);
       } else {
         tile.finish_block(current);
@@ -272,19 +267,16 @@ __global__ void __launch_bounds__((kWarpgroups + 1) * kWarpgroup, 1)
     attend_unions(const AttendArguments a, const __grid_constant__ CUtensorMap queries,
                   const __grid_constant__ CUtensorMap keys,
                   const __grid_constant__ CUtensorMap values) {
-  chain_wait();
   if (a.arm == kMeasured && blockIdx.x == 0 && threadIdx.x < 2)
     atomicAdd(&a.totals[threadIdx.x], selection_sum(a, threadIdx.x));
   if (!union_arm_chosen(a)) return;
   extern __shared__ uint8_t raw[];
   auto& shared = aligned_shared<UnionShared<kWarpgroups>>(raw);
   if (threadIdx.x == 0) {
-    for (int i = 0; i < kKeyStages; ++i) {
+    for (int i = 0; i < kUnionStages; ++i) {
       barrier_init(&shared.key_full[i], 1);
-      barrier_init(&shared.key_empty[i], 4 * kWarpgroups);
-    }
-    for (int i = 0; i < kValueStages<kWarpgroups>; ++i) {
       barrier_init(&shared.value_full[i], 1);
+      barrier_init(&shared.key_empty[i], 4 * kWarpgroups);
       barrier_init(&shared.value_empty[i], 4 * kWarpgroups);
     }
     barrier_init(&shared.query_full, 1);
@@ -297,7 +289,7 @@ __global__ void __launch_bounds__((kWarpgroups + 1) * kWarpgroup, 1)
     if (threadIdx.x < 32) copy_union_pages<kWarpgroups, true>(a, &keys, &queries, shared);
     else if (threadIdx.x < 64) copy_union_pages<kWarpgroups, false>(a, &values, nullptr, shared);
   } else {
-    take_registers<kWarpgroups == 3 ? 160 : 240>();
+    take_registers<240>();
     attend_tiles<kWarpgroups>(a, shared);
   }
 }
@@ -311,8 +303,8 @@ cudaError_t launch_union(const AttendArguments& a, const CUtensorMap* maps, int 
   const cudaError_t error =
       cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kBytes);
   if (error != cudaSuccess) return error;
-  return launch_chained(kernel, dim3(workers), (kWarpgroups + 1) * kWarpgroup, kBytes, stream, a,
-                        maps[0], maps[1], maps[2]);
+  kernel<<<workers, (kWarpgroups + 1) * kWarpgroup, kBytes, stream>>>(a, maps[0], maps[1], maps[2]);
+  return cudaGetLastError();
 }
 
 }  // namespace m3
@@ -326,7 +318,6 @@ extern "C" int m3_prefill_attend_unions(const m3::AttendArguments* arguments, co
   switch (arguments->tile_tokens) {
     case 4: return m3::launch_union<1>(*arguments, encoded, workers, stream);
     case 8: return m3::launch_union<2>(*arguments, encoded, workers, stream);
-    case 12: return m3::launch_union<3>(*arguments, encoded, workers, stream);
     default: return cudaErrorInvalidValue;
   }
 }

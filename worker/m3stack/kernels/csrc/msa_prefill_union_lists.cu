@@ -20,7 +20,6 @@ __global__ void __launch_bounds__(kTokens * kChosen) build_unions(const AttendAr
   __shared__ int lists[kTokens][kChosen], firsts[kTokens][kChosen + 1];
   __shared__ int4 shared_tile;
   __shared__ int sequence, size, edges;
-  chain_release();
   const int tile_index = blockIdx.x, group = blockIdx.y;
   if (threadIdx.x < 32) {
     const int2 place = locate_tile(a, tile_index, kTokens, 0, a.num_tokens);
@@ -104,8 +103,7 @@ extern "C" int m3_prefill_build_unions(const m3::AttendArguments* arguments,
     if (error != cudaSuccess) return error;
   }
   const dim3 grid(a.num_tiles, a.num_groups);
-  if (a.tile_tokens == 12) build_unions<12><<<grid, 12 * kChosen, 0, stream>>>(a);
-  else if (a.tile_tokens == 8) build_unions<8><<<grid, 8 * kChosen, 0, stream>>>(a);
+  if (a.tile_tokens == 8) build_unions<8><<<grid, 8 * kChosen, 0, stream>>>(a);
   else build_unions<4><<<grid, 4 * kChosen, 0, stream>>>(a);
   return cudaGetLastError();
 }

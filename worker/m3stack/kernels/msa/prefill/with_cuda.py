@@ -27,8 +27,8 @@ PIECE_TOKENS = 64
 SLICE_BUCKETS = 1024
 PIECE_WORDS = 8
 COUNTERS = 8
-# a block id shares a word with the bits of twelve tokens
-MAX_BLOCKS_OF_SEQUENCE = 1 << 20
+# a block id shares a word with the bits of eight tokens
+MAX_BLOCKS_OF_SEQUENCE = 1 << 24
 
 
 class UnsupportedShapeError(ValueError):
@@ -51,7 +51,7 @@ class AttendPolicy:
         arm: `MEASURED` counts the unions on the device and lets them decide there.
         load_limit: the union arm is taken while it loads at most this many blocks for each block
             that a row chose; 1 over the tile size is the least there can be.
-        tile_tokens: rows of a tile, 4, 8 or 12; by the size of the step where None.
+        tile_tokens: rows of a tile, 4 or 8; by the size of the step where None.
         min_key_major_rows: smaller steps always take the union arm: they fill too few rows a block.
         slab_rows: rows the key-major arm treats at once; its partials need 256 KiB for each row
             of 64 heads.
@@ -85,7 +85,7 @@ class UnionLists:
         selections_C2: int64 [8, 2], union sizes and chosen blocks; their sums count.
         tiles_N4: int32 [N, 4]: first row, rows, its position, sequence length.
         sizes_GN: int32 [G, N].
-        unions_GNE2: int32 [G, N, E, 2]: page, and block with a bit a row from bit 20 up.
+        unions_GNE2: int32 [G, N, E, 2]: page, and block with a bit a row from bit 24 up.
     """
 
     selections_C2: Tensor
@@ -232,7 +232,7 @@ class CudaPrefill:
         """Small tiles when large ones would leave processors idle."""
         if self.policy.tile_tokens is not None:
             return self.policy.tile_tokens
-        return 4 if num_tokens * groups <= 8 * self.library.num_processors else 12
+        return 4 if num_tokens * groups <= 8 * self.library.num_processors else 8
 
     def _arguments(self, blocks_GTK: Tensor, rows: PagedRows, arm: Arm) -> AttendArguments:
         groups, num_tokens, num_blocks = blocks_GTK.shape
@@ -348,7 +348,7 @@ def _row_fields(rows: PagedRows) -> dict[str, int]:
         if tensor.dtype != torch.int32 or (tensor.numel() and tensor.stride(-1) != 1):
             raise UnsupportedShapeError(f"{name} must be int32 and contiguous: {tensor.dtype}")
     if rows.max_seq_len > MAX_BLOCKS_OF_SEQUENCE * BLOCK_TOKENS:
-        raise UnsupportedShapeError(f"sequence of {rows.max_seq_len} tokens, at most 2^27")
+        raise UnsupportedShapeError(f"sequence of {rows.max_seq_len} tokens, at most 2^31")
     return {
         "query_start": rows.query_start_S1.data_ptr(),
         "seq_lens": rows.seq_lens_S.data_ptr(),
