@@ -6,6 +6,7 @@ mod jpeg;
 mod orientation;
 mod pixels;
 mod raster;
+mod tiff_tags;
 
 pub use format::ImageFormat;
 

@@ -20,19 +20,17 @@ pub enum ImageFormat {
 }
 
 /// First bytes of the formats that we decode.
-const SIGNATURES: [(&[u8], ImageFormat); 8] = [
+const SIGNATURES: [(&[u8], ImageFormat); 6] = [
     (b"\xff\xd8\xff", ImageFormat::Jpeg),
     (b"\x89PNG\r\n\x1a\n", ImageFormat::Png),
     (b"GIF87a", ImageFormat::Gif),
     (b"GIF89a", ImageFormat::Gif),
     (b"II\x2a\x00", ImageFormat::Tiff),
     (b"MM\x00\x2a", ImageFormat::Tiff),
-    (b"II\x2b\x00", ImageFormat::Tiff),
-    (b"MM\x00\x2b", ImageFormat::Tiff),
 ];
 
 /// First bytes that people send by mistake, for the error text.
-const STRANGERS: [(&[u8], &str); 12] = [
+const STRANGERS: [(&[u8], &str); 14] = [
     (b"%PDF", "a PDF document"),
     (b"<svg", "an SVG drawing"),
     (b"<?xml", "an XML document, perhaps an SVG drawing"),
@@ -44,6 +42,8 @@ const STRANGERS: [(&[u8], &str); 12] = [
     (b"\x00\x00\x00\x0cjP  ", "a JPEG 2000 image"),
     (b"\xff\x0a", "a JPEG XL image"),
     (b"PK\x03\x04", "a ZIP archive"),
+    (b"II\x2b\x00", "a BigTIFF image"),
+    (b"MM\x00\x2b", "a BigTIFF image"),
     (b"{", "JSON text"),
 ];
 

@@ -1,5 +1,6 @@
 //! The eight orientations of EXIF: finding the tag, turning a size, turning a frame.
 
+use super::tiff_tags;
 use crate::types::{ImageSize, RgbFrame};
 
 /// Bytes of a pixel.
@@ -38,7 +39,8 @@ impl Orientation {
     /// cannot be read counts as none.
     pub(super) fn from_exif_block(block: &[u8]) -> Self {
         let tiff = block.strip_prefix(b"Exif\0\0").unwrap_or(block);
-        Self::from_exif_value(orientation_tag(tiff).unwrap_or(1))
+        let tag = tiff_tags::values(tiff, tiff_tags::ORIENTATION).next().flatten();
+        Self::from_exif_value(tag.unwrap_or(1))
     }
 
     /// The size as displayed of a picture stored at `size`.
@@ -87,35 +89,6 @@ fn transposed(frame: &RgbFrame) -> RgbFrame {
     }
     let size = ImageSize { width: frame.size.height, height: frame.size.width };
     RgbFrame { size, pixels }
-}
-
-/// Value of tag 0x0112 in the first directory of a TIFF structure.
-fn orientation_tag(tiff: &[u8]) -> Option<u16> {
-    let little = match tiff.get(..4)? {
-        b"II\x2a\0" => true,
-        b"MM\0\x2a" => false,
-        _ => return None,
-    };
-    let u16_at = |at: usize| {
-        let field: [u8; 2] = tiff.get(at..at.checked_add(2)?)?.try_into().ok()?;
-        Some(if little { u16::from_le_bytes(field) } else { u16::from_be_bytes(field) })
-    };
-    let u32_at = |at: usize| {
-        let field: [u8; 4] = tiff.get(at..at.checked_add(4)?)?.try_into().ok()?;
-        Some(if little { u32::from_le_bytes(field) } else { u32::from_be_bytes(field) })
-    };
-    let directory = u32_at(4)? as usize;
-    let entries = usize::from(u16_at(directory)?);
-    // each entry: tag, type, count, value; a SHORT stands at the beginning of the value field
-    let entry = (0..entries)
-        .map_while(|index| directory.checked_add(2 + 12 * index))
-        .find(|&at| u16_at(at) == Some(0x0112))?;
-    let (kind, count) = (u16_at(entry + 2)?, u32_at(entry + 4)?);
-    match (kind, count) {
-        (3, 1) => u16_at(entry + 8),
-        (4, 1) => u32_at(entry + 8).and_then(|value| value.try_into().ok()),
-        _ => None,
-    }
 }
 
 #[cfg(test)]

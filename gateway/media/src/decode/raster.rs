@@ -5,6 +5,7 @@ use super::chunks;
 use super::format::ImageFormat;
 use super::orientation::Orientation;
 use super::pixels::{self, Layout};
+use super::tiff_tags;
 use crate::error::MediaError;
 use crate::types::{ImageSize, RgbFrame};
 use image::codecs::{
@@ -21,22 +22,25 @@ const OVERHEAD_BYTES: u64 = 32 << 20;
 /// Widest pixel that a decoder holds: four samples of 16 bits, in its own and in our buffer.
 const DECODER_BYTES_PER_PIXEL: u64 = 16;
 
+/// TIFF compressions that only pack rows: none, three for fax, LZW, deflate old and new, PackBits.
+const PLAIN_COMPRESSIONS: [u16; 8] = [1, 2, 3, 4, 5, 8, 32_946, 32_773];
+
 /// Size and orientation as stored.
 pub(super) fn read_header(bytes: &[u8], format: ImageFormat) -> Result<RawHeader, MediaError> {
     if format == ImageFormat::Png {
         return chunks::read_png_header(bytes);
     }
+    if format == ImageFormat::Tiff {
+        check_compression(bytes)?;
+    }
     let header = guarded(format, || {
-        let mut decoder = open(bytes, format, limits(0))?;
+        let decoder = open(bytes, format, limits(0))?;
         let (width, height) = decoder.dimensions();
         // what cannot be read there is no reason to refuse the picture
         let orientation = match format {
             // its own reader allocates whatever length the chunk claims
             ImageFormat::WebP => Some(chunks::webp_orientation(bytes)),
-            ImageFormat::Tiff => {
-                let tag = decoder.orientation().ok();
-                tag.map(|tag| Orientation::from_exif_value(u16::from(tag.to_exif())))
-            }
+            ImageFormat::Tiff => Some(Orientation::from_exif_block(bytes)),
             _ => None,
         };
         let size = ImageSize { width, height };
@@ -87,6 +91,24 @@ pub(super) fn decode(
         return Err(contradiction(format));
     }
     Ok(RgbFrame { size, pixels })
+}
+
+/// Refuses a TIFF that holds another picture format: that brings a size of its own, which its
+/// decoder believes without asking the limits.
+fn check_compression(bytes: &[u8]) -> Result<(), MediaError> {
+    match tiff_tags::values(bytes, tiff_tags::COMPRESSION)
+        .find(|value| !value.is_some_and(|method| PLAIN_COMPRESSIONS.contains(&method)))
+    {
+        None => Ok(()),
+        Some(method) => Err(MediaError::UnsupportedFeature {
+            format: "TIFF",
+            feature: match method {
+                Some(6 | 7) => "JPEG compression".into(),
+                Some(method) => format!("compression {method}"),
+                None => "a malformed compression tag".into(),
+            },
+        }),
+    }
 }
 
 fn contradiction(format: ImageFormat) -> MediaError {

@@ -127,6 +127,52 @@ fn a_picture_cut_anywhere_is_never_shown_as_whole() {
     }
 }
 
+/// A little-endian TIFF of 2x1 RGB pixels, its entries beyond the needed ones from `extra`.
+fn tiff(extra: &[(u16, u16, u32)]) -> Vec<u8> {
+    let mut entries = vec![
+        (256, 3, 2), // width
+        (257, 3, 1), // height
+        (258, 3, 8), // bits of a sample
+        (262, 3, 2), // RGB
+        (273, 4, 8), // where the pixels stand
+        (277, 3, 3), // samples
+        (279, 4, 6), // bytes of the pixels
+    ];
+    entries.extend(extra);
+    entries.sort_unstable();
+    let mut bytes = b"II\x2a\0\x0e\0\0\0".to_vec();
+    bytes.extend([10, 20, 30, 40, 50, 60]);
+    bytes.extend((entries.len() as u16).to_le_bytes());
+    for (tag, kind, value) in entries {
+        bytes.extend([u16::to_le_bytes(tag), u16::to_le_bytes(kind)].concat());
+        bytes.extend([u32::to_le_bytes(1), u32::to_le_bytes(value)].concat());
+    }
+    bytes.extend([0; 4]);
+    bytes
+}
+
+#[test]
+fn a_plain_tiff_is_shown_in_its_orientation() {
+    let frame = decode_image(&tiff(&[(259, 3, 1), (274, 3, 6)]), &LIMITS).unwrap();
+    assert_eq!(frame.size, ImageSize { width: 1, height: 2 });
+    assert_eq!(frame.pixels, [10, 20, 30, 40, 50, 60]);
+}
+
+#[test]
+fn a_tiff_that_holds_another_format_is_refused_however_it_says_so() {
+    for (extra, feature) in [
+        (vec![(259, 3, 7)], "JPEG compression"),
+        (vec![(259, 4, 7)], "JPEG compression"),
+        (vec![(259, 3, 1), (259, 3, 7)], "JPEG compression"),
+        (vec![(259, 3, 50_001)], "compression 50001"),
+        (vec![(259, 1, 7)], "a malformed compression tag"),
+    ] {
+        let error = decode_image(&tiff(&extra), &LIMITS).unwrap_err();
+        let feature = feature.to_owned();
+        assert_eq!(error, MediaError::UnsupportedFeature { format: "TIFF", feature });
+    }
+}
+
 /// Small pictures of every format and kind.
 const SEEDS: [&str; 14] = [
     "img_exif_6.jpg",
@@ -150,11 +196,12 @@ proptest! {
 
     #[test]
     fn mutated_pictures_decode_or_fail_but_never_panic(
-        seed in 0..SEEDS.len(),
+        seed in 0..=SEEDS.len(),
         edits in prop::collection::vec((any::<prop::sample::Index>(), any::<u8>()), 1..6),
         cut in prop::option::of(any::<prop::sample::Index>()),
     ) {
-        let mut bytes = picture(SEEDS[seed]);
+        let mut bytes =
+            SEEDS.get(seed).map_or_else(|| tiff(&[(259, 3, 1), (274, 3, 6)]), |name| picture(name));
         for (index, value) in edits {
             let at = index.index(bytes.len());
             bytes[at] = value;
