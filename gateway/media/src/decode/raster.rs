@@ -34,7 +34,7 @@ pub(super) fn read_header(bytes: &[u8], format: ImageFormat) -> Result<RawHeader
         check_compression(bytes)?;
     }
     let header = guarded(format, || {
-        let decoder = open(bytes, format, limits(0))?;
+        let decoder = open(bytes, format)?;
         let (width, height) = decoder.dimensions();
         // what cannot be read there is no reason to refuse the picture
         let orientation = match format {
@@ -60,7 +60,7 @@ pub(super) fn decode(
     size: ImageSize,
 ) -> Result<RgbFrame, MediaError> {
     let (color, samples) = guarded(format, || {
-        let mut decoder = open(bytes, format, limits(size.pixels()))?;
+        let mut decoder = open(bytes, format)?;
         decoder.set_limits(limits(size.pixels()))?;
         if decoder.dimensions() != (size.width, size.height) {
             let error = LimitError::from_kind(LimitErrorKind::DimensionError);
@@ -122,14 +122,10 @@ fn limits(pixels: u64) -> Limits {
     limits
 }
 
-fn open(
-    bytes: &[u8],
-    format: ImageFormat,
-    limits: Limits,
-) -> ImageResult<Box<dyn ImageDecoder + '_>> {
+fn open(bytes: &[u8], format: ImageFormat) -> ImageResult<Box<dyn ImageDecoder + '_>> {
     let reader = Cursor::new(bytes);
     Ok(match format {
-        ImageFormat::Png => Box::new(PngDecoder::with_limits(reader, limits)?),
+        ImageFormat::Png => Box::new(PngDecoder::with_limits(reader, limits(0))?),
         ImageFormat::WebP => Box::new(WebPDecoder::new(reader)?),
         ImageFormat::Gif => Box::new(GifDecoder::new(reader)?),
         ImageFormat::Bmp => Box::new(BmpDecoder::new(reader)?),
