@@ -70,10 +70,9 @@ class Stack:
         model = str(builtin_checkpoint("tiny"))
         command = [sys.executable, "-m", "m3stack", kind, "--model-path", model]
         command += ["--served-model-name", MODEL_NAME, "--listen", address, *flags]
-        log = (self.folder / f"{kind}-{len(self.servers)}.log").open("wb")
-        server = Server(
-            subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT), address, metrics
-        )
+        with (self.folder / f"{kind}-{len(self.servers)}.log").open("wb") as log:
+            process = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT)
+        server = Server(process, address, metrics)
         self.servers.append(server)
         return server
 

@@ -118,12 +118,12 @@ def test_sigterm_lets_running_streams_finish(stack: Stack) -> None:
 
 def test_up_serves_until_interrupted_and_leaves_nothing_behind(tmp_path: Path) -> None:
     port = free_port()
-    log = (tmp_path / "up.log").open("wb")
-    process = subprocess.Popen(
-        [sys.executable, "-m", "m3stack", "up", "--port", str(port), "--device", "cpu"],
-        stdout=log,
-        stderr=subprocess.STDOUT,
-    )
+    with (tmp_path / "up.log").open("wb") as log:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "m3stack", "up", "--port", str(port), "--device", "cpu"],
+            stdout=log,
+            stderr=subprocess.STDOUT,
+        )
     server = Server(process, f"127.0.0.1:{port}")
     wait_for(server, "/ready")
     children = psutil.Process(process.pid).children(recursive=True)

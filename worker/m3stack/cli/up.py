@@ -80,8 +80,10 @@ def main(argv: Sequence[str]) -> int:
             "stop what holds it or choose another with --port"
         )
         return 1
-    # a signal becomes an exception, so that one `finally` stops the children
+    # a signal becomes an exception, so that one `finally` stops the children; SIGINT is set too,
+    # because a shell starts background jobs with it ignored
     signal.signal(signal.SIGTERM, raise_interrupt)
+    signal.signal(signal.SIGINT, raise_interrupt)
     children: list[Child] = []
     try:
         children = start_children(arguments, model)
@@ -172,6 +174,9 @@ def stop(children: list[Child]) -> None:
 
 
 def raise_interrupt(_signal: int, _frame: object) -> None:
+    """One signal stops in order; further ones must not cut that short."""
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
     raise KeyboardInterrupt
 
 

@@ -210,7 +210,7 @@ class Engine:
                 self._metrics.request_ended("cancelled")
         elif isinstance(message, _ForgetPrefixes):
             message.done(self._pages.reset())
-        self._load = self._measure_load()
+        self._publish_load()
 
     def _accept(self, message: _Submit) -> None:
         request = message.request
@@ -247,7 +247,7 @@ class Engine:
 
     def _turn(self) -> None:
         plan = self._scheduler.plan()
-        self._load = self._measure_load()
+        self._publish_load()
         self._announce(plan)
         started_at = self._step_started_at = self._clock()
         try:
@@ -262,7 +262,7 @@ class Engine:
             events = [*settled, *self._scheduler.commit(plan, result)]
         self._step_started_at = None
         self._num_steps += 1
-        self._load = self._measure_load()
+        self._publish_load()
         self._observe(plan, started_at)
         self._send(events)
 
@@ -297,15 +297,13 @@ class Engine:
         return self._scheduler.abandon(plan, f"a model step failed: {type(error).__name__}")
 
     def _observe(self, plan: StepPlan, started_at: float) -> None:
-        metrics, load = self._metrics, self._load
+        metrics = self._metrics
         is_decode = all(len(row.token_ids) == 1 for row in plan.rows)
         metrics.step_done(
             self._clock() - started_at, num_tokens=plan.num_tokens, is_decode=is_decode
         )
         metrics.preempted(len(plan.preempted))
         metrics.media_encoded(len(plan.encodes))
-        metrics.set_load(load, cached_pages=self._pages.num_cached)
-        metrics.set_media_bytes(self._media.booked_bytes)
 
     def _send(self, events: ReadOnlySequence[tuple[int, Event]]) -> None:
         """Delivers events, and lets go of the requests that end with them."""
@@ -355,10 +353,17 @@ class Engine:
             waiting_prompt_tokens=0,
             used_pages=0,
         )
+        self._metrics.set_load(self._load, cached_pages=0)
         for _ in events:
             self._metrics.request_ended(kind.name.lower())
         if events:
             self._deliver(events)
+
+    def _publish_load(self) -> None:
+        """Shows the load to everyone who watches; due after whatever changes it."""
+        self._load = self._measure_load()
+        self._metrics.set_load(self._load, cached_pages=self._pages.num_cached)
+        self._metrics.set_media_bytes(self._media.booked_bytes)
 
     def _measure_load(self) -> Load:
         return Load(
