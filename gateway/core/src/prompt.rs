@@ -198,10 +198,8 @@ impl PromptBuilder {
         text: &str,
         add_special_tokens: bool,
     ) -> Result<Vec<u32>, RequestError> {
-        let ids = self
-            .tokenizer
-            .encode(text, add_special_tokens)
-            .map_err(|error| RequestError::internal(error))?;
+        let ids =
+            self.tokenizer.encode(text, add_special_tokens).map_err(RequestError::internal)?;
         self.refuse_media_ids(&ids)?;
         Ok(ids)
     }
@@ -273,11 +271,7 @@ impl<'a> PromptWriter<'a> {
 
     fn end_text(&mut self) -> Result<(), RequestError> {
         let text = std::mem::take(&mut self.text);
-        let ids = self
-            .builder
-            .tokenizer
-            .encode_ordinary(&text)
-            .map_err(|error| RequestError::internal(error))?;
+        let ids = self.builder.tokenizer.encode_ordinary(&text).map_err(RequestError::internal)?;
         self.prompt.token_ids.extend(ids);
         Ok(())
     }

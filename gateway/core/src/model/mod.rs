@@ -2,6 +2,8 @@
 
 mod files;
 pub mod minimax_m3;
+#[cfg(any(test, feature = "second-model"))]
+pub mod plain;
 
 pub use files::{ModelFiles, ModelLoadError};
 
@@ -222,6 +224,8 @@ pub trait ModelSpec: Send + Sync {
 pub fn load(files: &ModelFiles) -> Result<Arc<dyn ModelSpec>, ModelLoadError> {
     match files.model_type()? {
         minimax_m3::MODEL_TYPE => Ok(Arc::new(minimax_m3::MiniMaxM3::load(files)?)),
+        #[cfg(any(test, feature = "second-model"))]
+        plain::MODEL_TYPE => Ok(Arc::new(plain::Plain::load(files)?)),
         other => Err(ModelLoadError::UnknownModel {
             model_type: other.to_owned(),
             known: minimax_m3::MODEL_TYPE,
