@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from m3stack.kernels.build import KernelUnavailableError
 from m3stack.kernels.interface import LayerPages, PagedRows
@@ -22,6 +23,8 @@ except ImportError:  # an optional dependency: whoever asks for it gets a named 
 
 WORKSPACE_BYTES = 256 << 20
 LAYOUT = "HND"
+# other head dims are padded with zeros up to the next of these
+HEAD_DIMS = (64, 128, 256)
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,23 +171,33 @@ class FlashInferAttention:
         scale: float,
     ) -> Tensor:
         """See `interface.VarlenAttention`."""
+        dim = q_NHD.shape[2]
+        padded = next((size for size in HEAD_DIMS if size >= dim), None)
+        if padded is None:
+            raise KernelUnavailableError(
+                f"variable-length attention: FlashInfer serves head dims up to {HEAD_DIMS[-1]}, "
+                f"got {dim}"
+            )
+        if padded != dim:
+            q_NHD, k_NHD, v_NHD = (pad(x, (0, padded - dim)) for x in (q_NHD, k_NHD, v_NHD))
         shape = (*q_NHD.shape, k_NHD.shape[1])
         planned = self._planned_packed
         if planned is None or planned[0] is not cu_seqlens or planned[1:] != (shape, scale):
             self._refuse_capture("variable-length attention")
+            bounds = cu_seqlens.cpu()
             self._packed.plan(
-                cu_seqlens.cpu(),
-                cu_seqlens.cpu(),
+                bounds,
+                bounds,
                 q_NHD.shape[1],
                 k_NHD.shape[1],
-                q_NHD.shape[2],
+                padded,
                 causal=False,
                 sm_scale=scale,
                 q_data_type=q_NHD.dtype,
                 kv_data_type=k_NHD.dtype,
             )
             self._planned_packed = (cu_seqlens, shape, scale)
-        return self._packed.run(q_NHD, k_NHD, v_NHD)
+        return self._packed.run(q_NHD, k_NHD, v_NHD)[..., :dim]
 
     @staticmethod
     def _refuse_capture(operation: str) -> None:

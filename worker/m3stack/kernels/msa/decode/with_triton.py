@@ -257,7 +257,25 @@ class TritonDecode:
             num_warps=4, num_stages=2,
         )  # fmt: skip
         if splits > 1:
-            _merge_kernel[(lines, per_group)](
-                partial, shares, out_THD, HEADS=per_group, DIM=dim, SPLITS=splits, num_warps=1
-            )
+            merge_parts(partial, shares, out_THD)
         return out_THD
+
+
+def merge_parts(partial: Tensor, shares: Tensor, out_THD: Tensor) -> None:
+    """Adds the weighted parts of every (row, group) line into `out_THD`.
+
+    Args:
+        partial: fp32 [T * G, splits, heads of a group, D], not normalised.
+        shares: fp32 [T * G, splits, heads of a group, 2]: largest logit in base 2, and the sum.
+        out_THD: [T, H, D], written.
+    """
+    lines, splits, heads, dim = partial.shape
+    _merge_kernel[(lines, heads)](
+        partial,
+        shares,
+        out_THD,
+        HEADS=heads,
+        DIM=dim,
+        SPLITS=splits,
+        num_warps=max(1, splits // 16),
+    )
