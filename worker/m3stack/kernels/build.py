@@ -20,6 +20,7 @@ from pathlib import Path
 logger = logging.getLogger(__name__)
 
 SOURCES = Path(__file__).parent / "csrc"
+DEFAULT_HOME = "/usr/local/cuda"
 # sm_90a: the architecture whose own instructions the sources use; PTX for it does not move on
 FLAGS = (
     "-gencode=arch=compute_90a,code=sm_90a",
@@ -47,7 +48,7 @@ def find_compiler() -> Path:
     Raises:
         CompilerMissingError: names the places that were searched.
     """
-    homes = [os.environ.get("CUDA_HOME"), os.environ.get("CUDA_PATH"), "/usr/local/cuda"]
+    homes = [os.environ.get("CUDA_HOME"), os.environ.get("CUDA_PATH"), DEFAULT_HOME]
     for home in filter(None, homes):
         candidate = Path(home) / "bin" / "nvcc"
         if candidate.exists():
@@ -55,7 +56,7 @@ def find_compiler() -> Path:
     found = shutil.which("nvcc")
     if found is None:
         raise CompilerMissingError(
-            "CUDA kernels need nvcc: none on PATH, under CUDA_HOME, CUDA_PATH or /usr/local/cuda"
+            f"CUDA kernels need nvcc: none on PATH, under CUDA_HOME, CUDA_PATH or {DEFAULT_HOME}"
         )
     return Path(found)
 

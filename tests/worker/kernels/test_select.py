@@ -1,0 +1,207 @@
+"""Back ends are chosen by name, checked before use, and refused with a reason."""
+
+from __future__ import annotations
+
+import logging
+import os
+
+import pytest
+import torch
+
+if not torch.cuda.is_available():
+    os.environ["TRITON_INTERPRET"] = "1"  # read when a kernel is declared
+
+pytest.importorskip("triton")
+
+from m3stack.kernels import select
+from m3stack.kernels.attention import with_torch
+from m3stack.kernels.build import CompilerMissingError, KernelUnavailableError, find_compiler
+from m3stack.kernels.msa.with_cuda import refuse_other_models
+from m3stack.kernels.reference_table import reference_kernels
+from m3stack.kernels.select import BackEnd, build_kernels
+from m3stack.kernels.self_check import check_operation
+from m3stack.kernels.shape import KernelShape
+from m3stack.kernels.triton_table import triton_operations
+
+# numpy warns about how the interpreter of triton 3.6 reads scalars
+pytestmark = pytest.mark.filterwarnings("ignore:Conversion of an array:DeprecationWarning")
+
+CPU = torch.device("cpu")
+SMALL = KernelShape(
+    dtype=torch.float16,
+    heads=8,
+    groups=2,
+    head_dim=32,
+    rotary_dim=16,
+    page_tokens=16,
+    num_blocks=3,
+    num_local_blocks=1,
+    vision_heads=2,
+    vision_head_dim=20,
+)
+M3 = KernelShape(
+    dtype=torch.bfloat16,
+    heads=64,
+    groups=4,
+    head_dim=128,
+    rotary_dim=64,
+    page_tokens=128,
+    num_blocks=16,
+    num_local_blocks=1,
+    vision_heads=16,
+    vision_head_dim=80,
+)
+
+
+@pytest.fixture(autouse=True)
+def _one_thread():
+    torch.set_num_threads(1)
+
+
+@pytest.mark.parametrize("name", ["auto", "reference"])
+def test_a_cpu_gets_the_reference(name):
+    assert build_kernels(name, shape=SMALL, device=CPU) == reference_kernels()
+
+
+@pytest.mark.parametrize("name", ["triton", "cuda", "flashinfer"])
+def test_a_gpu_back_end_is_refused_on_a_cpu_by_name(name):
+    with pytest.raises(KernelUnavailableError, match=f"{name} needs a CUDA device, got cpu"):
+        build_kernels(name, shape=SMALL, device=CPU)
+
+
+def test_an_unknown_name_is_refused_with_the_known_ones():
+    with pytest.raises(KernelUnavailableError, match="'fast', expected one of auto, reference"):
+        build_kernels("fast", shape=SMALL, device=CPU)
+
+
+@pytest.mark.parametrize(
+    "operation",
+    [
+        "gemma_norm",
+        "swiglu_oai",
+        "attention_prologue",
+        "varlen_attention",
+        "paged_attention",
+        "choose_blocks",
+        "block_attention",
+    ],
+)
+def test_the_reference_passes_every_check_and_a_wrong_operation_none(operation):
+    reference = reference_kernels()
+    right = getattr(reference, operation)
+    check_operation(operation, right, reference, SMALL, CPU)
+
+    def wrong(*inputs):
+        result = right(*inputs)
+        first = result[0] if isinstance(result, tuple) else result
+        first.view(-1)[0] += 100
+        return result
+
+    with pytest.raises(KernelUnavailableError, match=operation):
+        check_operation(operation, wrong, reference, SMALL, CPU)
+
+    def not_a_number(*inputs):
+        result = right(*inputs)
+        first = result[0] if isinstance(result, tuple) else result
+        return (first * float("nan"), *result[1:]) if result is not first else first * float("nan")
+
+    with pytest.raises(KernelUnavailableError, match=operation):
+        check_operation(operation, not_a_number, reference, SMALL, CPU)
+
+
+@pytest.mark.parametrize("operation", sorted(triton_operations(CPU)))
+def test_triton_operations_pass_their_checks(operation):
+    run = triton_operations(CPU)[operation]
+    check_operation(operation, run, reference_kernels(), SMALL, CPU)
+
+
+@pytest.mark.parametrize("operation", ["varlen_attention", "paged_attention"])
+def test_torch_operations_pass_their_checks(operation):
+    run = getattr(with_torch, operation)
+    check_operation(operation, run, reference_kernels(), SMALL, CPU)
+
+
+def fake_supply(monkeypatch, **by_back_end):
+    """Replaces the operations of back ends; a string is the reason why one cannot run."""
+
+    def operations(rung, shape, device):
+        supplied = by_back_end.get(rung.value, {})
+        if isinstance(supplied, str):
+            raise KernelUnavailableError(supplied)
+        return supplied
+
+    real = select._operations
+    monkeypatch.setattr(
+        select,
+        "_operations",
+        lambda rung, shape, device: (
+            real(rung, shape, device)
+            if rung is BackEnd.REFERENCE
+            else operations(rung, shape, device)
+        ),
+    )
+    monkeypatch.setattr(select, "_describe", lambda device: "a test GPU (sm_90)")
+    checked = select.check_operation
+    monkeypatch.setattr(
+        select,
+        "check_operation",
+        lambda name, run, reference, shape, device: checked(name, run, reference, shape, CPU),
+    )
+
+
+def test_auto_says_what_it_leaves_out_and_takes_the_next(monkeypatch, caplog):
+    reference = reference_kernels()
+
+    def wrong_norm(x, weight, eps):
+        return reference.gemma_norm(x, weight, eps) + 1
+
+    def right_norm(x, weight, eps):
+        return reference.gemma_norm(x, weight, eps)
+
+    def crashing(*inputs):
+        raise RuntimeError("driver too old")
+
+    fake_supply(
+        monkeypatch,
+        flashinfer="not installed",
+        cuda={"gemma_norm": wrong_norm, "choose_blocks": crashing},
+        triton={"gemma_norm": right_norm},
+    )
+    caplog.set_level(logging.INFO)
+    kernels = build_kernels("auto", shape=SMALL, device=torch.device("cuda"))
+    assert kernels.gemma_norm is right_norm
+    assert kernels.choose_blocks == reference.choose_blocks
+    assert kernels.name == "auto (triton, reference)"
+    said = caplog.text
+    assert "back_end=flashinfer reason=not installed" in said
+    assert "op=gemma_norm back_end=cuda reason=gemma_norm: relative error" in said
+    assert "op=choose_blocks back_end=cuda reason=driver too old" in said
+    assert "op=gemma_norm back_end=triton" in said
+
+
+def test_a_named_back_end_that_cannot_run_is_an_error_with_the_reason(monkeypatch):
+    fake_supply(monkeypatch, cuda="no nvcc")
+    with pytest.raises(KernelUnavailableError, match=r"'cuda' cannot run on a test GPU.*no nvcc"):
+        build_kernels("cuda", shape=SMALL, device=torch.device("cuda"))
+
+
+def test_a_named_back_end_that_is_wrong_is_an_error_naming_the_operation(monkeypatch):
+    fake_supply(monkeypatch, triton={"gemma_norm": lambda x, weight, eps: x * 2})
+    expected = "gemma_norm: back end triton fails on a test GPU"
+    with pytest.raises(KernelUnavailableError, match=expected):
+        build_kernels("triton", shape=SMALL, device=torch.device("cuda"))
+
+
+def test_models_the_hopper_kernels_do_not_serve_are_named():
+    refuse_other_models(M3)
+    with pytest.raises(KernelUnavailableError, match=r"dtype torch\.bfloat16, got torch\.float16"):
+        refuse_other_models(SMALL)
+
+
+def test_a_missing_compiler_is_named(monkeypatch, tmp_path):
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.delenv("CUDA_HOME", raising=False)
+    monkeypatch.delenv("CUDA_PATH", raising=False)
+    monkeypatch.setattr("m3stack.kernels.build.DEFAULT_HOME", str(tmp_path))
+    with pytest.raises(CompilerMissingError, match="CUDA kernels need nvcc"):
+        find_compiler()

@@ -1,0 +1,76 @@
+"""MSA by the sm_90a kernels: the decode form where it serves a step, else the prefill form."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from m3stack.kernels.build import KernelUnavailableError
+from m3stack.kernels.interface import LayerPages, PagedRows
+from m3stack.kernels.msa.decode.cuda_library import DecodeLibrary
+from m3stack.kernels.msa.decode.with_cuda import CudaDecode
+from m3stack.kernels.msa.prefill.cuda_library import PrefillLibrary
+from m3stack.kernels.msa.prefill.with_cuda import (
+    BLOCK_TOKENS,
+    HEAD_DIM,
+    HEADS_PER_GROUP,
+    MAX_CHOSEN,
+    CudaPrefill,
+)
+from m3stack.kernels.shape import KernelShape
+
+
+class CudaMsa:
+    """Block choice and block attention for every step of a model; one stream at a time."""
+
+    def __init__(self, shape: KernelShape) -> None:
+        """Builds or finds both libraries.
+
+        Raises:
+            KernelUnavailableError: another GPU, no compiler, or a model the kernels do not serve.
+        """
+        refuse_other_models(shape)
+        self.decode = CudaDecode(DecodeLibrary())
+        self.prefill = CudaPrefill(PrefillLibrary())
+
+    def choose_blocks(
+        self,
+        index_q_TGD: Tensor,
+        index_k_PBD: Tensor,
+        rows: PagedRows,
+        num_blocks: int,
+        num_local_blocks: int,
+    ) -> Tensor:
+        """See `interface.ChooseBlocks`."""
+        arm = self._arm(index_q_TGD.shape[1], rows)
+        return arm.choose_blocks(
+            index_q_TGD.contiguous(), index_k_PBD, rows, num_blocks, num_local_blocks
+        )
+
+    def block_attention(
+        self, q_THD: Tensor, pages: LayerPages, blocks_GTK: Tensor, rows: PagedRows, scale: float
+    ) -> Tensor:
+        """See `interface.BlockAttention`."""
+        arm = self._arm(pages.k_PGBD.shape[1], rows)
+        return arm.block_attention(q_THD.contiguous(), pages, blocks_GTK, rows, scale)
+
+    def _arm(self, groups: int, rows: PagedRows) -> CudaDecode | CudaPrefill:
+        return self.decode if self.decode.serves(groups, rows) else self.prefill
+
+
+def refuse_other_models(shape: KernelShape) -> None:
+    """Raises `KernelUnavailableError` for a model that the sm_90a kernels are not written for."""
+    served = {
+        "dtype": (shape.dtype, torch.bfloat16),
+        "head dim": (shape.head_dim, HEAD_DIM),
+        "page tokens": (shape.page_tokens, BLOCK_TOKENS),
+        "heads a group": (shape.heads // shape.groups, HEADS_PER_GROUP),
+    }
+    for what, (value, only) in served.items():
+        if value != only:
+            raise KernelUnavailableError(f"MSA kernels of sm_90a serve {what} {only}, got {value}")
+    if not 1 <= shape.num_local_blocks <= shape.num_blocks <= MAX_CHOSEN:
+        raise KernelUnavailableError(
+            f"MSA kernels of sm_90a serve 1 <= local blocks <= blocks <= {MAX_CHOSEN}, "
+            f"got {shape.num_local_blocks} and {shape.num_blocks}"
+        )

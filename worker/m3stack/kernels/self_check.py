@@ -1,0 +1,181 @@
+"""The check every chosen operation passes at start: small inputs in the model's shape, both ways.
+
+A wrong driver, compiler or library shows here, by name, before the first request.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from m3stack.kernels.build import KernelUnavailableError
+from m3stack.kernels.interface import HeadNorms, Kernels, LayerPages, PagedRows
+from m3stack.kernels.shape import KernelShape
+
+# half-precision outputs of sums in another order; wrong results are off by far more
+LIMIT = 2e-2
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """Inputs of one step: a decode batch, or one with a prefill chunk."""
+
+    q_THD: Tensor
+    index_q_TGD: Tensor
+    pages: LayerPages
+    rows: PagedRows
+
+
+def check_operation(
+    name: str, run: Callable, reference: Kernels, shape: KernelShape, device: torch.device
+) -> None:
+    """Compares one operation with its reference on the device.
+
+    Raises:
+        KernelUnavailableError: names the operation and how far it is off.
+    """
+    check = {
+        "gemma_norm": _check_norm,
+        "swiglu_oai": _check_swiglu,
+        "attention_prologue": _check_prologue,
+        "varlen_attention": _check_varlen,
+        "paged_attention": _check_paged,
+        "choose_blocks": _check_choice,
+        "block_attention": _check_blocks,
+    }.get(name)
+    if check is not None:
+        check(run, reference, shape, device)
+
+
+def steps(shape: KernelShape, device: torch.device) -> list[Step]:
+    """A decode step and a step with a chunk, each past the length where blocks are left out."""
+    long = (shape.num_blocks + 5) * shape.page_tokens + 3
+    return [
+        _step(shape, device, seq_lens=(long, 5, 0), num_rows=(1, 1, 1)),
+        _step(shape, device, seq_lens=(long, shape.page_tokens), num_rows=(40, 1)),
+    ]
+
+
+def _step(
+    shape: KernelShape,
+    device: torch.device,
+    seq_lens: tuple[int, ...],
+    num_rows: tuple[int, ...],
+) -> Step:
+    torch_lens = torch.tensor(seq_lens, dtype=torch.int32)
+    pages_each = (torch_lens + shape.page_tokens - 1) // shape.page_tokens
+    num_pages, width = int(pages_each.sum()), int(pages_each.max())
+    table = torch.zeros(len(seq_lens), width, dtype=torch.int32)
+    order = torch.arange(num_pages, dtype=torch.int32).flip(0)
+    for row, part in enumerate(order.split(pages_each.tolist())):
+        table[row, : len(part)] = part
+    rows = PagedRows(
+        query_start_S1=torch.tensor((0, *num_rows)).cumsum(0).to(torch.int32).to(device),
+        seq_lens_S=torch_lens.to(device),
+        page_table_SJ=table.to(device),
+        max_query_len=max(num_rows),
+        max_seq_len=max(seq_lens),
+    )
+    num_tokens, dim = sum(num_rows), shape.head_dim
+    pool = (num_pages, shape.groups, shape.page_tokens, dim)
+    pages = LayerPages(
+        _normal(shape, device, *pool),
+        _normal(shape, device, *pool),
+        _integers(shape, device, num_pages, shape.page_tokens, dim),
+    )
+    return Step(
+        q_THD=_normal(shape, device, num_tokens, shape.heads, dim),
+        index_q_TGD=_integers(shape, device, num_tokens, shape.groups, dim),
+        pages=pages,
+        rows=rows,
+    )
+
+
+def _normal(shape: KernelShape, device: torch.device, *size: int) -> Tensor:
+    # a generator of its own: the program's random state is not the check's to move
+    generator = torch.Generator().manual_seed(sum(size))
+    return torch.randn(size, generator=generator).to(device, shape.dtype)
+
+
+def _integers(shape: KernelShape, device: torch.device, *size: int) -> Tensor:
+    # sums of products of small integers are exact in any order: choices must be equal
+    generator = torch.Generator().manual_seed(sum(size))
+    return torch.randint(-2, 3, size, generator=generator).to(device, shape.dtype)
+
+
+def _require_close(name: str, actual: Tensor, expected: Tensor) -> None:
+    error = ((actual.float() - expected.float()).norm() / expected.float().norm()).item()
+    if not error <= LIMIT:
+        raise KernelUnavailableError(
+            f"{name}: relative error {error:.3g} against the reference, limit {LIMIT:.3g}"
+        )
+
+
+def _check_norm(run: Callable, reference: Kernels, shape: KernelShape, device: torch.device):
+    x = _normal(shape, device, 3, 96)
+    weight = _normal(shape, device, 96).float()
+    _require_close("gemma_norm", run(x, weight, 1e-6), reference.gemma_norm(x, weight, 1e-6))
+
+
+def _check_swiglu(run: Callable, reference: Kernels, shape: KernelShape, device: torch.device):
+    gate, up = (8 * _normal(shape, device, 3, 192)).chunk(2, dim=-1)
+    _require_close(
+        "swiglu_oai", run(gate, up, 1.702, 7.0), reference.swiglu_oai(gate, up, 1.702, 7.0)
+    )
+
+
+def _check_prologue(run: Callable, reference: Kernels, shape: KernelShape, device: torch.device):
+    num_tokens, groups, dim = 3, shape.groups, shape.head_dim
+    row = _normal(shape, device, num_tokens, shape.heads + 3 * groups + 1, dim)
+    q, k, v, index_q, index_k = row.split((shape.heads, groups, groups, groups, 1), dim=1)
+    norms = HeadNorms(*_normal(shape, device, 4, dim).float(), 1e-6)
+    angle = _normal(shape, device, num_tokens, shape.rotary_dim // 2).float()
+    slots = torch.tensor([1, -1, shape.page_tokens + 2], device=device)
+    written = []
+    for prologue in (run, reference.attention_prologue):
+        pool = torch.zeros(2, groups, shape.page_tokens, dim, dtype=shape.dtype, device=device)
+        pages = LayerPages(pool, pool.clone(), pool[:, 0].clone())
+        made = prologue(
+            q, k, v, index_q, index_k[:, 0], norms, angle.cos(), angle.sin(), slots, pages
+        )
+        written.append((*made, pages.k_PGBD, pages.v_PGBD, pages.index_k_PBD))
+    for actual, expected in zip(*written, strict=True):
+        _require_close("attention_prologue", actual, expected)
+
+
+def _check_varlen(run: Callable, reference: Kernels, shape: KernelShape, device: torch.device):
+    bounds = torch.tensor([0, 7, 40], dtype=torch.int32, device=device)
+    size = (3, 40, shape.vision_heads, shape.vision_head_dim)
+    q, k, v = _normal(shape, device, *size)
+    inputs = (q, k, v, bounds, 33, shape.vision_head_dim**-0.5)
+    _require_close("varlen_attention", run(*inputs), reference.varlen_attention(*inputs))
+
+
+def _check_paged(run: Callable, reference: Kernels, shape: KernelShape, device: torch.device):
+    for step in steps(shape, device):
+        inputs = (step.q_THD, step.pages, step.rows, shape.head_dim**-0.5)
+        _require_close("paged_attention", run(*inputs), reference.paged_attention(*inputs))
+
+
+def _check_choice(run: Callable, reference: Kernels, shape: KernelShape, device: torch.device):
+    for step in steps(shape, device):
+        inputs = (step.index_q_TGD, step.pages.index_k_PBD, step.rows)
+        inputs = (*inputs, shape.num_blocks, shape.num_local_blocks)
+        if not torch.equal(run(*inputs), reference.choose_blocks(*inputs)):
+            raise KernelUnavailableError("choose_blocks: other blocks than the reference chooses")
+
+
+def _check_blocks(run: Callable, reference: Kernels, shape: KernelShape, device: torch.device):
+    for step in steps(shape, device):
+        blocks_GTK = reference.choose_blocks(
+            step.index_q_TGD,
+            step.pages.index_k_PBD,
+            step.rows,
+            shape.num_blocks,
+            shape.num_local_blocks,
+        )
+        inputs = (step.q_THD, step.pages, blocks_GTK, step.rows, shape.head_dim**-0.5)
+        _require_close("block_attention", run(*inputs), reference.block_attention(*inputs))

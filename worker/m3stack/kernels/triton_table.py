@@ -1,0 +1,63 @@
+"""The operations that Triton serves, by name; importing this needs Triton."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from m3stack.kernels.attention import with_triton as attention
+from m3stack.kernels.interface import LayerPages, PagedRows
+from m3stack.kernels.msa.decode.with_triton import TritonDecode
+from m3stack.kernels.msa.prefill import with_triton as prefill
+from m3stack.kernels.pointwise import with_triton as pointwise
+
+# query rows of a sequence up to which one program takes all rows of a page
+MAX_DECODE_ROWS = 8
+
+
+class TritonMsa:
+    """Block choice and block attention: the decode form for few rows a sequence, else prefill."""
+
+    def __init__(self) -> None:
+        self._decode = TritonDecode()
+
+    def choose_blocks(
+        self,
+        index_q_TGD: Tensor,
+        index_k_PBD: Tensor,
+        rows: PagedRows,
+        num_blocks: int,
+        num_local_blocks: int,
+    ) -> Tensor:
+        """See `interface.ChooseBlocks`."""
+        few = rows.max_query_len <= MAX_DECODE_ROWS
+        run = self._decode.choose_blocks if few else prefill.choose_blocks
+        return run(index_q_TGD.contiguous(), index_k_PBD, rows, num_blocks, num_local_blocks)
+
+    def block_attention(
+        self, q_THD: Tensor, pages: LayerPages, blocks_GTK: Tensor, rows: PagedRows, scale: float
+    ) -> Tensor:
+        """See `interface.BlockAttention`."""
+        few = rows.max_query_len <= MAX_DECODE_ROWS
+        run = self._decode.block_attention if few else prefill.block_attention
+        return run(q_THD.contiguous(), pages, blocks_GTK, rows, scale)
+
+
+def paged_attention(q_THD: Tensor, pages: LayerPages, rows: PagedRows, scale: float) -> Tensor:
+    """See `interface.PagedAttention`."""
+    return attention.paged_attention(q_THD.contiguous(), pages, rows, scale)
+
+
+def triton_operations(device: torch.device) -> dict[str, Callable]:
+    """Operation name of `interface.Kernels` to implementation."""
+    msa = TritonMsa()
+    return {
+        "gemma_norm": pointwise.gemma_norm,
+        "swiglu_oai": pointwise.swiglu_oai,
+        "attention_prologue": pointwise.attention_prologue,
+        "paged_attention": paged_attention,
+        "choose_blocks": msa.choose_blocks,
+        "block_attention": msa.block_attention,
+    }
