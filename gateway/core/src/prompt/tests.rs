@@ -10,6 +10,7 @@ use gateway_media::{ClipInfo, ImageSize};
 use proptest::prelude::*;
 
 mod cases;
+mod examples;
 mod injection;
 
 fn conversation(body: &str) -> Result<Conversation, RequestError> {

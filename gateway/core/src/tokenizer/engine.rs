@@ -44,22 +44,41 @@ pub(super) fn build(mut json: Value, choice: EngineChoice) -> Result<BuiltEngine
         json[field] = empty;
     }
     let text = serde_json::to_vec(&json).map_err(|error| error.to_string())?;
-    let reference = tokenizers::Tokenizer::from_bytes(text).map_err(|error| error.to_string())?;
-    let affixes = affixes(&reference)?;
-    let reference = Box::new(Reference(reference));
+    let open_reference =
+        || tokenizers::Tokenizer::from_bytes(&text).map_err(|error| error.to_string());
     if choice == EngineChoice::Reference {
-        return Ok(BuiltEngine { encoder: reference, affixes, refusal: None });
+        let reference = open_reference()?;
+        let affixes = affixes(&reference)?;
+        return Ok(BuiltEngine { encoder: Box::new(Reference(reference)), affixes, refusal: None });
     }
     json["post_processor"] = Value::Null;
-    match fast(json, &*reference) {
+    // a large vocabulary takes seconds to open, so both engines are opened side by side
+    let (reference, fast) = std::thread::scope(|scope| {
+        let fast = scope.spawn(|| fastokens::Tokenizer::from_json(json));
+        (open_reference(), fast.join())
+    });
+    let reference = reference?;
+    let affixes = affixes(&reference)?;
+    let reference = Reference(reference);
+    let fast = match fast {
+        Ok(Ok(mut fast)) => {
+            fast.enable_segment_cache(SEGMENT_CACHE_BYTES);
+            checked(Fast(fast), &reference)
+        }
+        Ok(Err(error)) => Err(error.to_string()),
+        Err(_) => Err("fastokens failed while opening".to_owned()),
+    };
+    match fast {
         Ok(fast) => Ok(BuiltEngine { encoder: Box::new(fast), affixes, refusal: None }),
         Err(reason) if choice == EngineChoice::Fast => Err(reason),
-        Err(reason) => Ok(BuiltEngine { encoder: reference, affixes, refusal: Some(reason) }),
+        Err(reason) => {
+            Ok(BuiltEngine { encoder: Box::new(reference), affixes, refusal: Some(reason) })
+        }
     }
 }
 
-fn fast(json: Value, reference: &dyn OrdinaryEncoder) -> Result<Fast, String> {
-    let fast = Fast(fastokens::Tokenizer::from_json(json).map_err(|error| error.to_string())?);
+/// The fast engine, if it gives what the reference gives.
+fn checked(fast: Fast, reference: &Reference) -> Result<Fast, String> {
     for text in check_corpus() {
         let (found, wanted) = (fast.encode(&text)?, reference.encode(&text)?);
         if found != wanted {
@@ -69,6 +88,10 @@ fn fast(json: Value, reference: &dyn OrdinaryEncoder) -> Result<Fast, String> {
     }
     Ok(fast)
 }
+
+/// Text and ids of segments between added tokens that the fast engine remembers: system blocks and
+/// earlier turns come again with every request of a conversation.
+const SEGMENT_CACHE_BYTES: usize = 32 << 20;
 
 struct Reference(tokenizers::Tokenizer);
 
@@ -91,7 +114,10 @@ impl OrdinaryEncoder for Fast {
     }
 
     fn encode(&self, text: &str) -> Result<Vec<u32>, String> {
-        self.0.encode_ordinary(text).map_err(|error| error.to_string())
+        // through this door, unlike the others, a single segment is remembered
+        self.0
+            .encode_segments(&[fastokens::EncodeSegment::ordinary(text)])
+            .map_err(|error| error.to_string())
     }
 }
 
