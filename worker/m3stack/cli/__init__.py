@@ -16,6 +16,7 @@ COMMANDS = {
     "worker": ("m3stack.cli.worker", "one worker alone, behind gRPC"),
     "chat": ("m3stack.cli.chat", "talk to a running gateway; takes pictures and clips"),
     "doctor": ("m3stack.cli.doctor", "say what this machine can and cannot do"),
+    "convert": ("m3stack.cli.convert", "write a checkpoint in MXFP8, or back in BF16"),
     "bench": ("m3stack.cli.bench", "measure the gateway, the worker or the kernels"),
 }
 

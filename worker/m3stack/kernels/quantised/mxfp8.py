@@ -1,10 +1,11 @@
 """MXFP8: e4m3 elements in groups of 32 that share an E8M0 scale; what encoding and decoding mean.
 
-A group's value is `element * 2^(scale - 127)`. Scales are the smallest that hold the group:
-`2^k` with the least k for which `max|x| <= 448 * 2^k`. So no element saturates, and values that
-were MXFP8 once are MXFP8 again without loss, whatever scale they had.
+A value is `element * 2^(scale - 127)`. The scale of a group is the smallest under which no element
+rounds beyond 448, the largest: the least `2^k` with `max|x| <= 464 * 2^k`, 464 being halfway to
+what would come next. So nothing saturates, values that were MXFP8 once are so again without loss,
+whatever scale they had, and what was encoded here is encoded again to the same bytes.
 Source: OCP Microscaling Formats (MX) 1.0, 5.2 (E8M0, groups of 32) and 5.3.1 (e4m3); its sample
-conversion rounds the scale down instead, which cuts maxima in (448, 512) * 2^k to 448 * 2^k.
+conversion lets scales hold the largest exponent only, and cuts (464, 512) * 2^k down to 448 * 2^k.
 """
 
 from __future__ import annotations
@@ -15,12 +16,11 @@ from torch import Tensor
 from m3stack.kernels.interface import Mxfp8Weight
 
 GROUP_VALUES = 32
-LARGEST_ELEMENT = 448.0
 SCALE_BIAS = 127
 NAN_SCALE = 255
 
-# 448 = 0.875 * 2^9, in the form that frexp gives
-_LARGEST_FRACTION, _LARGEST_EXPONENT = 0.875, 9
+# 464 = 0.90625 * 2^9, in the form that frexp gives; it rounds to 448, the even neighbour
+_LARGEST_FRACTION, _LARGEST_EXPONENT = 0.90625, 9
 
 
 def encode(x: Tensor) -> Mxfp8Weight:
