@@ -11,7 +11,7 @@ from m3stack.kernels.interface import LayerPages, PagedRows
 from m3stack.kernels.msa.decode.with_triton import MIN_COLUMNS, merge_parts
 
 # rows of the matrix product: query rows times heads of a group
-MAX_PRODUCT_ROWS = 128
+MAX_PRODUCT_ROWS = 64
 TARGET_PROGRAMS = 264
 MAX_SPLITS = 64
 
