@@ -22,8 +22,10 @@ from m3stack.engine.runner import ModelRunner
 from m3stack.engine.sampler import Sampler
 from m3stack.engine.scheduler import Scheduler, SchedulerLimits
 from m3stack.errors import StartupError
+from m3stack.kernels.build import KernelUnavailableError
 from m3stack.kernels.interface import Kernels
-from m3stack.kernels.reference_table import reference_kernels
+from m3stack.kernels.select import build_kernels
+from m3stack.kernels.shape import KernelShape
 from m3stack.models.minimax_m3.config import M3Config
 from m3stack.models.minimax_m3.model import M3Model
 from m3stack.models.minimax_m3.weights import load_model
@@ -125,7 +127,7 @@ def assemble(
     Raises:
         StartupError: checkpoint, kernels or memory do not allow it.
     """
-    kernels = _kernels(config.kernels)
+    kernels = _kernels(config.kernels, model_config, hardware)
     model = load_model(
         Path(config.model_path),
         config=model_config,
@@ -200,10 +202,28 @@ def _runner(model: M3Model, pool: KvPool, media: MediaLedger, device: torch.devi
     )
 
 
-def _kernels(name: str) -> Kernels:
-    if name not in ("auto", "reference"):
-        raise StartupError(f"kernels is {name!r}, expected auto or reference")
-    return reference_kernels()
+def kernel_shape(model: M3Config, dtype: torch.dtype) -> KernelShape:
+    """What the choice of kernels must know of a model held in `dtype`."""
+    return KernelShape(
+        dtype=dtype,
+        heads=model.num_heads,
+        groups=model.num_kv_heads,
+        head_dim=model.head_dim,
+        rotary_dim=model.rotary_dim,
+        page_tokens=model.block_tokens,
+        num_blocks=model.topk_blocks,
+        num_local_blocks=model.num_local_blocks,
+        vision_heads=model.vision.num_heads,
+        vision_head_dim=model.vision.hidden_size // model.vision.num_heads,
+    )
+
+
+def _kernels(name: str, model: M3Config, hardware: Hardware) -> Kernels:
+    shape = kernel_shape(model, hardware.dtype)
+    try:
+        return build_kernels(name, shape=shape, device=hardware.device)
+    except KernelUnavailableError as error:
+        raise StartupError(str(error)) from error
 
 
 def _set_threads(config: WorkerConfig, model: M3Model) -> None:

@@ -74,7 +74,7 @@ def main(argv: Sequence[str]) -> int:
         gateway_module,
         ffmpeg,
         torch_and_devices,
-        kernels,
+        lambda: kernels(model),
         lambda: checkpoint(model),
         lambda: port(arguments.port),
     ]
@@ -188,23 +188,35 @@ def torch_and_devices() -> Iterator[Finding]:
         yield Finding(State.OK if is_hopper else State.NOTE, "GPU", detail, remedy)
 
 
-def kernels() -> Iterator[Finding]:
-    """Every back end and why it cannot run, where it cannot."""
+def kernels(model: Path) -> Iterator[Finding]:
+    """Every back end for this checkpoint, and why it cannot run where it cannot."""
     try:
         import torch
 
-        from m3stack.kernels import select
+        from m3stack.assemble import kernel_shape
+        from m3stack.errors import StartupError
+        from m3stack.kernels.build import KernelUnavailableError
+        from m3stack.kernels.select import NAMES, build_kernels
+        from m3stack.models.minimax_m3.config import M3Config
     except ImportError as error:
         yield Finding(State.NOTE, "kernels", f"cannot be looked at: {error}")
         return
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    for name in select.BACK_ENDS:
+    try:
+        config = M3Config.from_dir(model)
+    except StartupError:
+        # told by the check of the checkpoint itself
+        return
+    has_gpu = torch.cuda.is_available()
+    shape = kernel_shape(config, torch.bfloat16 if has_gpu else torch.float32)
+    device = torch.device("cuda" if has_gpu else "cpu")
+    for name in NAMES:
         try:
-            table = select.build_kernels(name, device)
-        except select.KernelUnavailableError as error:
+            table = build_kernels(name, shape=shape, device=device)
+        except KernelUnavailableError as error:
             yield Finding(State.NOTE, "kernels", f"{name}: {error}")
         else:
-            yield Finding(State.OK, "kernels", f"{name}: {table.name}")
+            used = "" if table.name == name else f" -> {table.name}"
+            yield Finding(State.OK, "kernels", f"{name}{used}")
 
 
 def checkpoint(path: Path) -> Iterator[Finding]:
