@@ -36,7 +36,7 @@ def main(arguments: list[str]) -> int:
         print("the kernel bench needs a CUDA device; torch sees none", file=sys.stderr)
         return 2
     ceilings = measure_ceilings()
-    command = "python -m m3stack.bench.kernels " + shlex.join(arguments)
+    command = "python -m m3stack.bench.kernels " + shlex.join(options.cases)
     rows = []
     for case in chosen:
         rows.append(run_case(case, ceilings))
