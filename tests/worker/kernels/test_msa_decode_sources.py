@@ -30,15 +30,17 @@ from pathlib import Path
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from m3stack.kernels.attention import with_triton as dense
-from m3stack.kernels.msa.decode import with_triton as decode
+from m3stack.kernels.msa.decode import index_copy, with_triton as decode
 from m3stack.kernels.pointwise import with_triton as pointwise
 HALF, INT, FLOAT, LONG = "*bf16", "*i32", "*fp32", "*i64"
 POINTERS = dict(q=HALF, k=HALF, v=HALF, out=HALF, index_q=HALF, index_k=HALF, q_out=HALF,
     index_q_out=HALF, k_pages=HALF, v_pages=HALF, index_pages=HALF, partial=FLOAT, shares=FLOAT,
     slots=LONG, cos=FLOAT, sin=FLOAT, eps="fp32", scale_log2="fp32", pages=HALF, query_start=INT,
     seq_lens=INT, table=INT, keys=INT, blocks=INT, q_norm=FLOAT, k_norm=FLOAT, index_q_norm=FLOAT,
-    index_k_norm=FLOAT)
+    index_k_norm=FLOAT, copy="*i8", meta=INT)
 KERNELS = {
+    "copy": (index_copy._copy_kernel, dict(PAGE=128, DIM=128, SHARE=2.0**-11, SLACK=1.001,
+        MOST=1e18, LEAST=1e-15), 1),
     "score": (decode._score_kernel, dict(GROUPS=4, DIM=128, PAGE=128, COLUMNS=16, PAGES=2,
         WIDEN=False), 4),
     "select": (decode._select_kernel, dict(GROUPS=4, PAGE=128, TILE=8192, CHOSEN=16,
