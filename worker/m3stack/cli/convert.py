@@ -9,6 +9,7 @@ from pathlib import Path
 
 from m3stack.checkpoint_tools.conversion_plan import SHARD_BYTES, Target
 from m3stack.checkpoint_tools.convert import Settings, convert
+from m3stack.checkpoint_tools.locate import locate_model
 from m3stack.errors import StartupError
 from m3stack.progress import TransferProgress
 
@@ -20,7 +21,7 @@ def build_parser() -> argparse.ArgumentParser:
         "repositories store it. From BF16 to MXFP8 weights are rounded; from MXFP8 to BF16 nothing "
         "is lost. An interrupted run goes on when it is started again.",
     )
-    parser.add_argument("source", type=Path, metavar="SRC", help="checkpoint directory")
+    parser.add_argument("source", metavar="SRC", help="checkpoint directory, or hub id")
     parser.add_argument("destination", type=Path, metavar="DST", help="directory to be made")
     parser.add_argument(
         "--to", required=True, choices=[target.value for target in Target], help="format to write"
@@ -50,9 +51,10 @@ def main(argv: Sequence[str]) -> int:
         parser.error(f"--shard-gb is {arguments.shard_gb}, expected more than 0")
     settings = Settings(shard_bytes=int(arguments.shard_gb * 1e9), device=arguments.device)
     try:
+        source = locate_model(arguments.source).directory
         with TransferProgress(f"converting to {arguments.to}") as progress:
             result = convert(
-                arguments.source,
+                source,
                 arguments.destination,
                 Target(arguments.to),
                 settings=settings,

@@ -15,7 +15,9 @@ from pathlib import Path
 
 import httpx
 
+from m3stack.checkpoint_tools.locate import locate_model
 from m3stack.checkpoints import builtin_checkpoint
+from m3stack.errors import StartupError
 
 STOP_GRACE_S = 35.0
 PR_SET_PDEATHSIG = 1
@@ -36,10 +38,10 @@ def build_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument(
         "--model",
-        type=Path,
         default=None,
-        metavar="DIR",
-        help="checkpoint directory in the released layout (default: the built-in tiny model)",
+        metavar="DIR_OR_ID",
+        help="checkpoint directory in the released layout, or a hub id such as "
+        "MiniMaxAI/MiniMax-M3-MXFP8 (default: the built-in tiny model)",
     )
     parser.add_argument("--host", default="127.0.0.1", help="address to serve REST on")
     parser.add_argument("--port", type=int, default=8000, help="port to serve REST on")
@@ -47,7 +49,7 @@ def build_parser() -> argparse.ArgumentParser:
         "--served-model-name",
         default=None,
         metavar="NAME",
-        help="name clients use (default: the directory's name)",
+        help="name clients use (default: that of the directory or repository)",
     )
     parser.add_argument("--device", default="auto", help="auto, cpu, cuda or cuda:N")
     parser.add_argument(
@@ -70,7 +72,13 @@ def main(argv: Sequence[str]) -> int:
         0 after Ctrl-C or SIGTERM, 1 if a child failed.
     """
     arguments = build_parser().parse_args(argv)
-    model = arguments.model if arguments.model is not None else builtin_checkpoint("tiny")
+    try:
+        located = locate_model(arguments.model or str(builtin_checkpoint("tiny")))
+    except StartupError as error:
+        print(f"m3stack up: {error}")
+        return 1
+    model = located.directory
+    arguments.served_model_name = arguments.served_model_name or located.name
     if not (model / "config.json").is_file():
         print(f"m3stack up: {model} holds no config.json; give --model a checkpoint directory")
         return 1
@@ -99,8 +107,7 @@ def start_children(arguments: argparse.Namespace, model: Path) -> list[Child]:
     """Starts worker and gateway; the gateway finds the worker at a free local port."""
     worker_address = f"127.0.0.1:{free_port()}"
     shared = ["--model-path", str(model), "--log-level", arguments.log_level]
-    if arguments.served_model_name:
-        shared += ["--served-model-name", arguments.served_model_name]
+    shared += ["--served-model-name", arguments.served_model_name]
     worker = ["worker", *shared, "--listen", worker_address, "--device", arguments.device]
     listen = f"{arguments.host}:{arguments.port}"
     gateway = ["gateway", *shared, "--listen", listen, "--workers", f"http://{worker_address}"]
@@ -121,7 +128,7 @@ def start(name: str, command: list[str]) -> Child:
 def watch(children: list[Child], url: str, arguments: argparse.Namespace, model: Path) -> int:
     """Waits for readiness, says how to use it, then waits for the first child to end."""
     began = time.monotonic()
-    print(f"loading {model.name} ...", flush=True)
+    print(f"loading {arguments.served_model_name} ...", flush=True)
     announced = False
     while True:
         for child in children:

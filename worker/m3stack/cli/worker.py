@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 
+from m3stack.checkpoint_tools.locate import locate_model
 from m3stack.config import load_config
 from m3stack.errors import StartupError
 from m3stack.serve import run_worker
@@ -17,7 +19,10 @@ def main(argv: Sequence[str]) -> int:
         0 after a drained stop, 1 if it could not start or failed.
     """
     try:
-        return run_worker(load_config(argv))
+        config = load_config(argv)
+        model = locate_model(config.model_path)
+        name = config.served_model_name or model.name
+        return run_worker(replace(config, model_path=str(model.directory), served_model_name=name))
     except StartupError as error:
         print(f"m3stack worker: {error}", file=sys.stderr)
         return 1
