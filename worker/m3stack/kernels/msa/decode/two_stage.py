@@ -23,6 +23,7 @@ from m3stack.kernels.msa.decode.with_cuda import (
     BLOCK_TOKENS,
     HEAD_DIM,
     CudaDecode,
+    UnsupportedShapeError,
     check_index,
     row_fields,
     score_workspace,
@@ -115,59 +116,107 @@ def choose_blocks_two_stage(
         UnsupportedShapeError: a shape, dtype or stride that the decode kernels do not serve.
     """
     check_index(index_q_TGD, index_k_PBD, rows, num_blocks)
+    if copy.keys_PBD.shape != index_k_PBD.shape or not copy.meta_PB.is_contiguous():
+        raise UnsupportedShapeError(
+            f"the int8 copy must have the shape of the index pages {tuple(index_k_PBD.shape)}, "
+            f"got {tuple(copy.keys_PBD.shape)}"
+        )
     num_tokens, groups, _ = index_q_TGD.shape
-    lines, device = num_tokens * groups, index_q_TGD.device
-    planes = torch.empty((lines, 2, HEAD_DIM), dtype=torch.int8, device=device)
-    query_meta = torch.empty((lines, 4), dtype=torch.float32, device=device)
-    keys = score_workspace(lines, rows, device)
-    lower_keys, candidates = torch.empty_like(keys), torch.empty_like(keys)
-    num_candidates = torch.empty((num_tokens, groups), dtype=torch.int32, device=device)
-    blocks_GTK = torch.empty((groups, num_tokens, num_blocks), dtype=torch.int32, device=device)
-    q, fields = index_q_TGD.data_ptr(), row_fields(rows)
-    decode.library.launch(
-        "m3_split_query",
-        SplitQueryArgs(q=q, planes=planes.data_ptr(), meta=query_meta.data_ptr(), num_lines=lines),
-    )
-    scoring = ScoreArgs(
-        q=planes.data_ptr(),
-        q_meta=query_meta.data_ptr(),
-        pages=copy.keys_PBD.data_ptr(),
-        page_meta=copy.meta_PB.data_ptr(),
-        keys=keys.data_ptr(),
-        lower_keys=lower_keys.data_ptr(),
-        page_stride_bytes=copy.keys_PBD.stride(0),
-        row_stride=keys.stride(0),
-        groups=groups,
-        table_width=rows.page_table_SJ.shape[1],
-        **fields,
-    )
-    decode.launch_score("m3_score_int8", scoring, rows)
+    work = _Workspace.of(index_q_TGD, rows, num_blocks)
+    _launch_bounds(decode, index_q_TGD, copy, rows, work)
     choosing = SelectArgs(
-        keys=keys.data_ptr(),
-        lower_keys=lower_keys.data_ptr(),
-        blocks=blocks_GTK.data_ptr(),
-        candidates=candidates.data_ptr(),
-        num_candidates=num_candidates.data_ptr(),
-        row_stride=keys.stride(0),
+        keys=work.keys.data_ptr(),
+        lower_keys=work.lower_keys.data_ptr(),
+        blocks=work.blocks_GTK.data_ptr(),
+        candidates=work.candidates.data_ptr(),
+        num_candidates=work.num_candidates_TG.data_ptr(),
+        row_stride=work.keys.stride(0),
         num_rows=num_tokens,
         groups=groups,
         num_chosen=num_blocks,
         num_local=num_local_blocks,
-        **fields,
+        **row_fields(rows),
     )
     decode.library.launch("m3_select", choosing, 1)
+    _launch_rescore(decode, index_q_TGD, index_k_PBD, rows, work)
+    decode.library.launch("m3_select", choosing, 0)
+    return work.blocks_GTK, work.num_candidates_TG
+
+
+@dataclass(frozen=True, slots=True)
+class _Workspace:
+    """Uninitialised tensors of one call; a line is a (row, group)."""
+
+    planes: Tensor  # int8 [lines, 2, D]: the query as high and low bytes
+    query_meta: Tensor  # fp32 [lines, 4]: scale and norm bound
+    keys: Tensor  # int32 [lines, J']: upper bounds, then scores
+    lower_keys: Tensor
+    candidates: Tensor
+    num_candidates_TG: Tensor
+    blocks_GTK: Tensor
+
+    @staticmethod
+    def of(index_q_TGD: Tensor, rows: PagedRows, num_blocks: int) -> _Workspace:
+        num_tokens, groups, _ = index_q_TGD.shape
+        lines, device = num_tokens * groups, index_q_TGD.device
+        keys = score_workspace(lines, rows, device)
+        return _Workspace(
+            planes=torch.empty((lines, 2, HEAD_DIM), dtype=torch.int8, device=device),
+            query_meta=torch.empty((lines, 4), dtype=torch.float32, device=device),
+            keys=keys,
+            lower_keys=torch.empty_like(keys),
+            candidates=torch.empty_like(keys),
+            num_candidates_TG=keys.new_empty((num_tokens, groups)),
+            blocks_GTK=keys.new_empty((groups, num_tokens, num_blocks)),
+        )
+
+
+def _launch_bounds(
+    decode: CudaDecode, index_q_TGD: Tensor, copy: IndexCopy, rows: PagedRows, work: _Workspace
+) -> None:
+    """Upper and lower bounds of every block, from the int8 copy."""
+    splitting = SplitQueryArgs(
+        q=index_q_TGD.data_ptr(),
+        planes=work.planes.data_ptr(),
+        meta=work.query_meta.data_ptr(),
+        num_lines=work.keys.shape[0],
+    )
+    decode.library.launch("m3_split_query", splitting)
+    scoring = ScoreArgs(
+        q=work.planes.data_ptr(),
+        q_meta=work.query_meta.data_ptr(),
+        pages=copy.keys_PBD.data_ptr(),
+        page_meta=copy.meta_PB.data_ptr(),
+        keys=work.keys.data_ptr(),
+        lower_keys=work.lower_keys.data_ptr(),
+        page_stride_bytes=copy.keys_PBD.stride(0),
+        row_stride=work.keys.stride(0),
+        groups=index_q_TGD.shape[1],
+        table_width=rows.page_table_SJ.shape[1],
+        **row_fields(rows),
+    )
+    decode.launch_score("m3_score_int8", scoring, rows)
+
+
+def _launch_rescore(
+    decode: CudaDecode,
+    index_q_TGD: Tensor,
+    index_k_PBD: Tensor,
+    rows: PagedRows,
+    work: _Workspace,
+) -> None:
+    """One-stage scores of the candidates, from the bf16 keys."""
+    lines = work.keys.shape[0]
     rescoring = RescoreArgs(
-        q=q,
+        q=index_q_TGD.data_ptr(),
         pages=index_k_PBD.data_ptr(),
-        candidates=candidates.data_ptr(),
-        num_candidates=num_candidates.data_ptr(),
-        keys=keys.data_ptr(),
+        candidates=work.candidates.data_ptr(),
+        num_candidates=work.num_candidates_TG.data_ptr(),
+        keys=work.keys.data_ptr(),
         page_stride=index_k_PBD.stride(0),
-        row_stride=keys.stride(0),
-        groups=groups,
-        **fields,
+        row_stride=work.keys.stride(0),
+        groups=index_q_TGD.shape[1],
+        **row_fields(rows),
     )
     slots = RESCORE_BLOCKS_PER_PROCESSOR * decode.library.num_processors
     decode.library.launch("m3_rescore", rescoring, lines, max(1, slots // max(1, lines)))
-    decode.library.launch("m3_select", choosing, 0)
-    return blocks_GTK, num_candidates
