@@ -38,6 +38,9 @@ class Sampling:
     top_logprobs: int
     stop_token_ids: frozenset[int]
     logit_bias: Mapping[int, float]
+    allowed_token_ids: frozenset[int] = frozenset()
+    """Only these may be sampled; empty allows all."""
+    banned_token_ids: frozenset[int] = frozenset()
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,13 +86,22 @@ class MediaItem:
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """One accepted request; immutable. All checks against the model's limits are done."""
+    """One accepted request; immutable. All checks against the model's limits are done.
+
+    Attributes:
+        priority: larger goes first; 0 is ordinary.
+        tenant: on whose behalf; empty is one tenant like any other.
+        cache_salt: pages are shared only between requests of equal tenant and salt.
+    """
 
     request_id: str
     prompt_token_ids: tuple[int, ...]
     sampling: Sampling
     patch_format: PatchFormat | None = None
     media: tuple[MediaItem, ...] = ()
+    priority: int = 0
+    tenant: str = ""
+    cache_salt: str = ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -33,7 +33,12 @@ class Drive:
             request, media=tuple(dataclasses.replace(m, patches=None) for m in request.media)
         )
         sequence = Sequence(
-            handle, bare, page_tokens=PAGE, stop_ids=stops, max_context_tokens=self.max_context
+            handle,
+            bare,
+            page_tokens=PAGE,
+            stop_ids=stops,
+            max_context_tokens=self.max_context,
+            segment_patches=self.stack.segment_patches,
         )
         self.sequences[handle] = sequence
         self.tokens[handle] = []
@@ -55,7 +60,7 @@ class Drive:
         self._check_plan(plan)
         result = self.stack.runner.execute(plan)
         for handle, event in self.stack.scheduler.commit(plan, result):
-            self._record(handle, event)
+            self.record(handle, event)
         self.check()
         return plan
 
@@ -72,6 +77,7 @@ class Drive:
     def check_clean(self) -> None:
         """Nothing is owned any more and everything ended exactly once."""
         self.stack.pages.check([])
+        self.stack.pages.check_unpinned()
         assert self.stack.pages.num_used == 0
         assert self.stack.media.num_pinned == 0
         assert all(len(endings) == 1 for endings in self.endings.values())
@@ -89,7 +95,7 @@ class Drive:
             ]
         )
 
-    def _record(self, handle: int, event: Event) -> None:
+    def record(self, handle: int, event: Event) -> None:
         assert not self.endings[handle], "an event after the end"
         if isinstance(event, Tokens):
             self.tokens[handle].extend(event.token_ids)
@@ -103,16 +109,19 @@ class Drive:
 
     def _check_plan(self, plan: StepPlan) -> None:
         limits = self.stack.limits
-        assert plan.rows, "invariant: the oldest sequence can always run"
-        assert plan.num_tokens <= limits.max_batch_tokens
+        assert not plan.is_empty, "invariant: the first sequence can always go on"
+        most = limits.max_batch_tokens
+        assert plan.num_tokens <= most * (limits.max_growth if limits.growth_prefix_tokens else 1)
         assert len(plan.rows) <= limits.max_sequences
         assert len({row.handle for row in plan.rows}) == len(plan.rows)
         for row in plan.rows:
             sequence = self.sequences[row.handle]
             assert row.start == sequence.num_computed
             assert row.end <= len(row.pages) * PAGE
-        patches = {item.key: item.num_patches for s in self.sequences.values() for item in s.media}
-        assert (
-            len(plan.encodes) <= 1
-            or sum(patches[encode.key] for encode in plan.encodes) <= limits.max_encode_patches
-        )
+        parts = {item.key: item.part_patches for s in self.sequences.values() for item in s.media}
+        costs = [
+            cost
+            for encode in plan.encodes
+            for cost in parts[encode.key][encode.first_part :][: encode.num_parts]
+        ]
+        assert len(costs) <= 1 or sum(costs) <= limits.max_encode_patches

@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import hashlib
 import struct
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
 
 from m3stack.batch import DeviceBatch, LayerCache, PatchBatch
+from m3stack.cache.host import HostTier, PageCopy
+from m3stack.cache.host_pool import HostPool
 from m3stack.cache.media import MediaLedger
 from m3stack.cache.pages import PageAllocator
 from m3stack.cache.pool import KvPool, PageShape
@@ -23,6 +25,7 @@ from m3stack.engine.inputs import InputBuilder
 from m3stack.engine.runner import ModelRunner
 from m3stack.engine.sampler import Sampler
 from m3stack.engine.scheduler import Scheduler, SchedulerLimits
+from m3stack.engine.sequence import NO_SEGMENTS
 from m3stack.types import MediaItem, MediaKind, PatchFormat, Request, Sampling, Span
 
 VOCAB = 61
@@ -54,14 +57,15 @@ class HistoryModel:
         values_T = batch.token_ids_T.to(torch.float32)
         for media in batch.media:
             values_T[media.rows_N] = media.features_NM[:, 0]
-        pages = caches[0]
-        size = pages.k_PGBD.shape[2]
-        for value, position, slot in zip(
-            values_T.tolist(), batch.positions_T.tolist(), batch.slots_T.tolist(), strict=True
-        ):
-            assert slot >= 0
-            pages.k_PGBD[slot // size, 0, slot % size, 0] = value
-            pages.v_PGBD[slot // size, 0, slot % size, 0] = position
+        size = caches[0].k_PGBD.shape[2]
+        slots_T = batch.slots_T
+        assert int(slots_T.min()) >= 0
+        page_T, offset_T = slots_T // size, slots_T % size
+        for layer in caches:
+            layer.k_PGBD[page_T, 0, offset_T, 0] = values_T
+            layer.v_PGBD[page_T, 0, offset_T, 0] = batch.positions_T.to(torch.float32)
+            if layer.index_k_PBD is not None:
+                layer.index_k_PBD[page_T, offset_T, 0] = values_T
         starts = batch.rows.query_start_S1.tolist()
         wanted = batch.sample_rows_S.tolist()
         logits = []
@@ -74,11 +78,16 @@ class HistoryModel:
         return torch.stack(logits) if logits else torch.empty(0, VOCAB)
 
     def _history(self, caches: LayerCache, table: Tensor, seq_len: int) -> list[float]:
-        pages = caches[0]
-        table = table[: -(-seq_len // pages.k_PGBD.shape[2])]
-        values = pages.k_PGBD[table, 0, :, 0].flatten()[:seq_len].tolist()
-        positions = pages.v_PGBD[table, 0, :, 0].flatten()[:seq_len].tolist()
-        assert positions == list(range(seq_len)), "a row sees slots of another position"
+        table = table[: -(-seq_len // caches[0].k_PGBD.shape[2])]
+        values = caches[0].k_PGBD[table, 0, :, 0].flatten()[:seq_len].tolist()
+        for layer in caches:
+            seen = layer.k_PGBD[table, 0, :, 0].flatten()[:seq_len].tolist()
+            assert seen == values, "the layers' keys differ"
+            positions = layer.v_PGBD[table, 0, :, 0].flatten()[:seq_len].tolist()
+            assert positions == list(range(seq_len)), "a row sees slots of another position"
+            if layer.index_k_PBD is not None:
+                index = layer.index_k_PBD[table, :, 0].flatten()[:seq_len].tolist()
+                assert index == values, "index keys and keys differ"
         return values
 
     def encode_media(self, batch: PatchBatch) -> list[Tensor]:
@@ -124,6 +133,8 @@ def sampling(**changes: object) -> Sampling:
         "top_logprobs": 0,
         "stop_token_ids": frozenset(),
         "logit_bias": {},
+        "allowed_token_ids": frozenset(),
+        "banned_token_ids": frozenset(),
     }
     assert set(changes) <= set(fields)
     return Sampling(**(fields | changes))  # type: ignore[arg-type]
@@ -179,6 +190,35 @@ def greedy_alone(request: Request, patches: dict[bytes, bytes] | None = None) ->
     return output
 
 
+def clip(
+    seed: int, *, offset: int, num_slices: int, tokens_per_slice: int, between: int = 1
+) -> MediaItem:
+    """A clip whose every temporal slice is a span of its own, `between` ids of text apart."""
+    grid = (num_slices, 2, 2 * tokens_per_slice)
+    patches = patch_bytes(seed, grid[0] * grid[1] * grid[2], frames=2)
+    spans = [
+        Span(offset + index * (tokens_per_slice + between), tokens_per_slice)
+        for index in range(num_slices)
+    ]
+    digest = hashlib.sha256(patches).digest()
+    return MediaItem(MediaKind.VIDEO, digest, grid, 2, tuple(spans), patches)
+
+
+class PageCopier:
+    """The real copies to and from host memory, which a test can make fail."""
+
+    def __init__(self, pool: KvPool, num_slots: int) -> None:
+        self._pool = HostPool(pool, num_slots)
+        self.should_fail: Callable[[PageCopy], bool] = lambda copy: False
+        self.made: list[PageCopy] = []
+
+    def __call__(self, copy: PageCopy) -> None:
+        if self.should_fail(copy):
+            raise OSError("the host tier failed")
+        self._pool.copy(copy)
+        self.made.append(copy)
+
+
 class Stack:
     """Everything below the engine thread, over a pool full of NaN."""
 
@@ -189,22 +229,32 @@ class Stack:
         limits: SchedulerLimits | None = None,
         prefix: bool = True,
         media_budget: int = 1 << 20,
+        host_slots: int = 0,
+        restore_cost: int = 0,
+        segment_patches: int = NO_SEGMENTS,
     ) -> None:
-        shape = PageShape((False,), 1, 1, 1, PAGE, torch.float32)
+        shape = PageShape((True, False), 1, 1, 1, PAGE, torch.float32)
         self.pool = KvPool(shape, num_pages, CPU)
         for layer in self.pool.layers:
-            layer.k_PGBD.fill_(float("nan"))
-            layer.v_PGBD.fill_(float("nan"))
-        self.pages = PrefixCache(PageAllocator(num_pages), enabled=prefix)
+            for tensor in (layer.k_PGBD, layer.v_PGBD, layer.index_k_PBD):
+                if tensor is not None:
+                    tensor.fill_(float("nan"))
+        self.copier = PageCopier(self.pool, host_slots) if host_slots else None
+        self.host = HostTier(host_slots, restore_cost_tokens=restore_cost) if host_slots else None
+        self.pages = PrefixCache(PageAllocator(num_pages), enabled=prefix, host=self.host)
         self.media = MediaLedger(media_budget)
         self.model = HistoryModel()
-        self.encoder = Encoder(self.model.encode_media, self.media, CPU)
+        self.segment_patches = segment_patches
+        self.encoder = Encoder(
+            self.model.encode_media, self.media, CPU, segment_patches=segment_patches
+        )
         self.runner = ModelRunner(
             self.model.forward,
             self.pool.layers,
             encoder=self.encoder,
             inputs=InputBuilder(PAGE, CPU),
             sampler=Sampler(VOCAB, CPU),
+            copy_page=self.copier,
         )
         self.limits = limits or SchedulerLimits(
             max_batch_tokens=16, max_sequences=4, max_encode_patches=64

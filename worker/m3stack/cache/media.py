@@ -52,6 +52,7 @@ class MediaClaim:
 class _Entry:
     feature_bytes: int
     pins: int = 0
+    num_parts: int = 0
     is_encoded: bool = False
 
 
@@ -144,10 +145,17 @@ class MediaLedger:
             entry = self._entries.get(key)
             return entry is not None and entry.is_encoded
 
-    def mark_encoded(self, key: bytes) -> None:
-        """Records that the features of a pinned item exist now."""
+    def encoded_parts(self, key: bytes, num_parts: int) -> int:
+        """How many parts of a pinned item of `num_parts` are encoded."""
         with self._lock:
-            self._entries[key].is_encoded = True
+            entry = self._entries[key]
+            return num_parts if entry.is_encoded else entry.num_parts
+
+    def mark_encoded(self, key: bytes, num_parts: int = 1, *, is_whole: bool = True) -> None:
+        """Records that the features of the first parts of a pinned item exist now."""
+        with self._lock:
+            entry = self._entries[key]
+            entry.num_parts, entry.is_encoded = num_parts, is_whole
 
     def take_evicted(self) -> list[bytes]:
         """Keys whose features the encoder must free; each is reported once."""
@@ -159,5 +167,5 @@ class MediaLedger:
     def _drop(self, key: bytes) -> None:
         entry = self._entries.pop(key)
         self._booked_bytes -= entry.feature_bytes
-        if entry.is_encoded:
+        if entry.num_parts:
             self._evicted.append(key)

@@ -12,6 +12,7 @@ from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from m3stack.cache.host import CopyDirection, HostTier, PageCopy, broken_pages
 from m3stack.cache.pages import PageAllocator
 
 ROOT_KEY = b"m3stack page chain v1"
@@ -53,23 +54,52 @@ def page_key(parent: bytes, token_ids: Sequence[int], marks: Sequence[MediaMark]
     return digest.digest()
 
 
+@dataclass(frozen=True, slots=True)
+class Salt:
+    """What besides tokens and media two requests must have in common to share pages."""
+
+    tenant: str = ""
+    cache_salt: str = ""
+
+
 class PrefixCache:
     """Page ownership with memory: pages that nobody uses keep their content until it is needed.
 
-    The cache is itself one owner of every page it has registered. The engine thread owns it.
+    The cache is itself one owner of every page it has registered. With a host tier, what is
+    evicted from the device is copied there and can be fetched back. The engine thread owns it.
+
+    Copies are only noted here, in order; whoever plans a step takes them with `take_copies`, and
+    they must be carried out in that order before anything else in the step.
+
+    Args:
+        pages: the device pages.
+        enabled: whether requests share what others computed. Without, and with a host tier, every
+            request still finds its own pages again after a preemption.
+        host: where evicted pages go; None drops them.
     """
 
-    def __init__(self, pages: PageAllocator, *, enabled: bool = True) -> None:
+    def __init__(
+        self, pages: PageAllocator, *, enabled: bool = True, host: HostTier | None = None
+    ) -> None:
         self._pages = pages
         self._enabled = enabled
+        self._host = host
         self._page_of: dict[bytes, int] = {}
         self._key_of: dict[int, bytes] = {}
         # pages that only the cache owns, least recently used first
         self._idle: OrderedDict[int, None] = OrderedDict()
+        self._copies: list[PageCopy] = []
+        self._epoch = 0
 
     @property
     def enabled(self) -> bool:
+        """Whether pages are shared between requests."""
         return self._enabled
+
+    @property
+    def keeps(self) -> bool:
+        """Whether content is registered at all."""
+        return self._enabled or self._host is not None
 
     @property
     def num_pages(self) -> int:
@@ -87,19 +117,82 @@ class PrefixCache:
 
     @property
     def num_cached(self) -> int:
-        """Pages whose content can be found, in use or not."""
+        """Device pages whose content can be found, in use or not."""
         return len(self._key_of)
 
+    @property
+    def num_host(self) -> int:
+        """Pages whose content is held in host memory."""
+        return 0 if self._host is None else self._host.num_held
+
+    def root_key(self, salt: Salt, private: int) -> bytes:
+        """Where a request's key chain begins: equal only for requests that may share pages.
+
+        Args:
+            salt: of the request.
+            private: number of the request; keeps chains apart while nothing is shared.
+        """
+        digest = hashlib.blake2b(digest_size=32)
+        digest.update(len(ROOT_KEY).to_bytes(4, "little") + ROOT_KEY)
+        # content from before a reset is not to be found after it
+        digest.update(self._epoch.to_bytes(8, "little"))
+        for text in (salt.tenant, salt.cache_salt):
+            data = text.encode()
+            digest.update(len(data).to_bytes(4, "little") + data)
+        if not self._enabled:
+            digest.update(private.to_bytes(8, "little"))
+        return digest.digest()
+
+    def knows(self, key: bytes) -> bool:
+        """Whether the content of a page is on the device or in host memory."""
+        return key in self._page_of or (self._host is not None and self._host.holds(key))
+
+    def known_length(self, keys: Sequence[bytes]) -> int:
+        """How many keys at the head of a chain are known."""
+        for index, key in enumerate(keys):
+            if not self.knows(key):
+                return index
+        return len(keys)
+
     def match(self, keys: Sequence[bytes]) -> list[int]:
-        """Pages of the longest known prefix of a key chain, each now owned by the caller too."""
+        """Device pages of the longest known prefix of a key chain, now owned by the caller too."""
         found: list[int] = []
         for key in keys:
-            page = self._page_of.get(key)
+            page = self._share(key)
             if page is None:
                 break
-            self._pages.share(page)
-            self._idle.pop(page, None)
             found.append(page)
+        return found
+
+    def fetch(self, key: bytes) -> tuple[int, bool] | None:
+        """A page with the content of a key, owned by the caller, and whether it was copied here.
+
+        None if the content is not known, or if a copy would need a page and none is available.
+        """
+        page = self._share(key)
+        if page is not None:
+            return page, False
+        slot = None if self._host is None else self._host.use(key)
+        if slot is None or self.num_available == 0:
+            return None
+        (page,) = self.take(1)
+        self._copies.append(PageCopy(CopyDirection.TO_DEVICE, page, slot))
+        self.register(page, key)
+        return page, True
+
+    def claim(self, key: bytes) -> tuple[int, bool] | None:
+        """As `fetch`, but the page is the caller's alone to write to, and its key is forgotten."""
+        page = self._page_of.get(key)
+        if page is not None:
+            assert page in self._idle, "invariant: a private page is idle until it is claimed"
+            del self._idle[page], self._page_of[key], self._key_of[page]
+            self._drop_host(key)
+            return page, False
+        found = self.fetch(key)
+        if found is not None:
+            del self._page_of[key], self._key_of[found[0]]
+            self._pages.give_back(found[0])
+            self._drop_host(key)
         return found
 
     def take(self, count: int) -> list[int]:
@@ -110,15 +203,18 @@ class PrefixCache:
         assert count <= self.num_available, f"{count} pages asked, {self.num_available} available"
         while self._pages.num_free < count:
             page, _ = self._idle.popitem(last=False)
-            self._forget(page)
+            slot = None if self._host is None else self._host.put(self._key_of[page])
+            if slot is not None:
+                self._copies.append(PageCopy(CopyDirection.TO_HOST, page, slot))
+            self._unregister(page)
         return self._pages.take(count)
 
     def register(self, page: int, key: bytes) -> None:
-        """Makes the full, computed page of a running sequence findable.
+        """Makes the computed page of a running sequence findable.
 
         A page with the same content may be known already; then this one stays private.
         """
-        if not self._enabled or key in self._page_of or page in self._key_of:
+        if not self.keeps or key in self._page_of or page in self._key_of:
             return
         self._pages.share(page)
         self._page_of[key] = page
@@ -132,12 +228,54 @@ class PrefixCache:
             if left == 1 and page in self._key_of:
                 self._idle[page] = None
 
+    def is_worth_keeping(self, num_tokens: int) -> bool:
+        """Whether a page of that many tokens is cheaper to bring back than to compute."""
+        return self.keeps and (self._host is None or self._host.is_worth(num_tokens))
+
+    def pin(self, keys: Sequence[bytes]) -> None:
+        """Keeps the host copies of these keys, present or to come, until `unpin`."""
+        if self._host is not None:
+            self._host.pin(keys)
+
+    def unpin(self, keys: Sequence[bytes]) -> None:
+        if self._host is not None:
+            self._host.unpin(keys)
+
+    def forget(self, keys: Sequence[bytes]) -> None:
+        """Drops content that nobody can ask for again; pages in use stay with their owners."""
+        for key in keys:
+            page = self._page_of.get(key)
+            if page is not None:
+                self._idle.pop(page, None)
+                self._unregister(page)
+            self._drop_host(key)
+
+    def take_copies(self) -> tuple[PageCopy, ...]:
+        """Copies noted since the last call, in the order they must be made."""
+        copies, self._copies = self._copies, []
+        return tuple(copies)
+
+    def distrust(self, failed: Sequence[PageCopy]) -> frozenset[int]:
+        """Forgets content that copies should have made; returns the pages it should be in."""
+        for copy in failed:
+            if copy.direction is CopyDirection.TO_HOST:
+                assert self._host is not None
+                self._host.drop_slot(copy.slot)
+            elif copy.page in self._key_of:
+                self._idle.pop(copy.page, None)
+                self._unregister(copy.page)
+        return broken_pages(failed)
+
     def reset(self) -> int:
-        """Forgets all content and returns how many pages that frees at once."""
+        """Forgets all content, in both tiers, and returns how many device pages that frees."""
+        assert not self._copies
         freed = len(self._idle)
         self._idle.clear()
         for page in list(self._key_of):
-            self._forget(page)
+            self._unregister(page)
+        if self._host is not None:
+            self._host.reset()
+        self._epoch += 1
         return freed
 
     def check(self, owned: Sequence[int]) -> None:
@@ -145,7 +283,24 @@ class PrefixCache:
         self._pages.check([*owned, *self._key_of])
         assert self._page_of == {key: page for page, key in self._key_of.items()}
         assert set(self._idle) == set(self._key_of) - set(owned), "idle pages miscounted"
+        if self._host is not None:
+            self._host.check()
 
-    def _forget(self, page: int) -> None:
+    def check_unpinned(self) -> None:
+        """Raises AssertionError if a host page is still pinned."""
+        assert self._host is None or self._host.num_pinned == 0, "host pages are still pinned"
+
+    def _share(self, key: bytes) -> int | None:
+        page = self._page_of.get(key)
+        if page is not None:
+            self._pages.share(page)
+            self._idle.pop(page, None)
+        return page
+
+    def _unregister(self, page: int) -> None:
         del self._page_of[self._key_of.pop(page)]
         self._pages.give_back(page)
+
+    def _drop_host(self, key: bytes) -> None:
+        if self._host is not None:
+            self._host.drop(key)

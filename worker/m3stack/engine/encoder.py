@@ -1,4 +1,7 @@
-"""Runs the vision tower once per media item and keeps the features while the ledger says so."""
+"""Runs the vision tower once per part of a media item; keeps features while the ledger says so.
+
+A part is a run of whole attention segments of a clip, which see nothing of each other, or a still.
+"""
 
 from __future__ import annotations
 
@@ -11,6 +14,8 @@ from torch import Tensor
 
 from m3stack.batch import PatchBatch
 from m3stack.cache.media import MediaLedger, media_key
+from m3stack.engine.plan import EncodeItem
+from m3stack.engine.sequence import NO_SEGMENTS
 from m3stack.types import MediaItem, PatchFormat, Request
 
 _log = logging.getLogger(__name__)
@@ -26,6 +31,30 @@ class _Upload:
     patch_format: PatchFormat
 
 
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """Temporal patches `start .. end - 1` of an item, to be encoded now."""
+
+    handle: int
+    key: bytes
+    item: MediaItem
+    patch_format: PatchFormat
+    start: int
+    end: int
+    num_parts: int
+    """Of the item, encoded once this one is."""
+
+    @property
+    def grid_thw(self) -> tuple[int, int, int]:
+        return (self.end - self.start, *self.item.grid_thw[1:])
+
+    @property
+    def tokens_per_slice(self) -> int:
+        """Features of one temporal patch."""
+        _, h, w = self.item.grid_thw
+        return h * w // self.patch_format.merge_size**2
+
+
 class Encoder:
     """Media features by key. The engine thread owns it; the ledger decides what is kept.
 
@@ -33,9 +62,18 @@ class Encoder:
         encode: the model's vision tower and projector.
         ledger: books on what is held; told of every item encoded here.
         device: where patches and features live.
+        segment_patches: temporal patches of a clip that the tower sees together.
     """
 
-    def __init__(self, encode: EncodeMedia, ledger: MediaLedger, device: torch.device) -> None:
+    def __init__(
+        self,
+        encode: EncodeMedia,
+        ledger: MediaLedger,
+        device: torch.device,
+        *,
+        segment_patches: int = NO_SEGMENTS,
+    ) -> None:
+        self._segment_patches = segment_patches
         self._encode = encode
         self._ledger = ledger
         self._device = device
@@ -63,11 +101,11 @@ class Encoder:
         return self._ledger.is_encoded(key)
 
     def features(self, key: bytes) -> Tensor:
-        """[n, M] features of an encoded item that a running request has pinned."""
+        """[n, M] features of a pinned item; those of parts not yet encoded are undefined."""
         return self._features[key]
 
-    def run(self, wanted: Sequence[tuple[int, bytes]]) -> Mapping[int, str]:
-        """Encodes items, each named by the request that brings its patches, and its key.
+    def run(self, wanted: Sequence[EncodeItem]) -> Mapping[int, str]:
+        """Encodes parts of items, all of one format together.
 
         Returns:
             What went wrong, for the requests whose item could not be encoded.
@@ -75,13 +113,26 @@ class Encoder:
         for key in self._ledger.take_evicted():
             self._features.pop(key, None)
         failures: dict[int, str] = {}
-        batches: dict[PatchFormat, list[tuple[int, bytes, MediaItem]]] = {}
-        for handle, key in wanted:
-            upload = self._uploads[handle][key]
-            batches.setdefault(upload.patch_format, []).append((handle, key, upload.item))
-        for patch_format, entries in batches.items():
-            failures.update(self._run_batch(patch_format, entries))
+        batches: dict[PatchFormat, list[_Part]] = {}
+        for encode in wanted:
+            part = self._part(encode)
+            batches.setdefault(part.patch_format, []).append(part)
+        for patch_format, parts in batches.items():
+            failures.update(self._run_batch(patch_format, parts))
         return failures
+
+    def _part(self, encode: EncodeItem) -> _Part:
+        upload = self._uploads[encode.handle][encode.key]
+        num_parts = encode.first_part + encode.num_parts
+        return _Part(
+            handle=encode.handle,
+            key=encode.key,
+            item=upload.item,
+            patch_format=upload.patch_format,
+            start=encode.first_part * self._segment_patches,
+            end=min(num_parts * self._segment_patches, upload.item.grid_thw[0]),
+            num_parts=num_parts,
+        )
 
     def settle(self, handle: int) -> bool:
         """Drops patches whose features exist; True when that leaves the request none to keep."""
@@ -94,54 +145,58 @@ class Encoder:
             del self._uploads[handle]
         return not uploads
 
-    def _run_batch(
-        self, patch_format: PatchFormat, entries: Sequence[tuple[int, bytes, MediaItem]]
-    ) -> Mapping[int, str]:
+    def _run_batch(self, patch_format: PatchFormat, parts: Sequence[_Part]) -> Mapping[int, str]:
         try:
-            features = self._encode(self._patch_batch(patch_format, entries))
-            _check_features(features, entries, patch_format)
+            features = self._encode(self._patch_batch(patch_format, parts))
+            _check_features(features, parts)
         except Exception as error:  # noqa: BLE001 - whatever an item did, it alone fails
-            if len(entries) == 1:
-                handle, key, _ = entries[0]
+            if len(parts) == 1:
+                handle, key = parts[0].handle, parts[0].key
                 _log.exception("media_encode_failed handle=%d key=%s", handle, key.hex()[:16])
                 return {handle: f"the vision encoder failed: {type(error).__name__}"}
             # one bad item must not take the others with it
             failures: dict[int, str] = {}
-            for entry in entries:
-                failures.update(self._run_batch(patch_format, [entry]))
+            for part in parts:
+                failures.update(self._run_batch(patch_format, [part]))
             return failures
-        for (_, key, _), tensor in zip(entries, features, strict=True):
-            self._features[key] = tensor
-            self._ledger.mark_encoded(key)
+        for part, tensor in zip(parts, features, strict=True):
+            self._keep(part, tensor)
         return {}
 
-    def _patch_batch(
-        self, patch_format: PatchFormat, entries: Sequence[tuple[int, bytes, MediaItem]]
-    ) -> PatchBatch:
-        items = [item for _, _, item in entries]
+    def _keep(self, part: _Part, features: Tensor) -> None:
+        num_slices = part.item.grid_thw[0]
+        is_whole = part.end == num_slices
+        if part.start == 0:
+            self._features[part.key] = (
+                features
+                if is_whole
+                else features.new_empty(num_slices * part.tokens_per_slice, features.shape[1])
+            )
+        if not (part.start == 0 and is_whole):
+            first, last = part.start * part.tokens_per_slice, part.end * part.tokens_per_slice
+            self._features[part.key][first:last] = features
+        self._ledger.mark_encoded(part.key, part.num_parts, is_whole=is_whole)
+
+    def _patch_batch(self, patch_format: PatchFormat, parts: Sequence[_Part]) -> PatchBatch:
         return PatchBatch(
-            patches=tuple(self._to_device(item) for item in items),
-            frames_per_patch=tuple(item.frames_per_patch for item in items),
-            grids_thw=tuple(item.grid_thw for item in items),
+            patches=tuple(self._to_device(part) for part in parts),
+            frames_per_patch=tuple(part.item.frames_per_patch for part in parts),
+            grids_thw=tuple(part.grid_thw for part in parts),
             mean=patch_format.mean,
             std=patch_format.std,
         )
 
-    def _to_device(self, item: MediaItem) -> Tensor:
-        assert item.patches is not None
-        num_patches = item.grid_thw[0] * item.grid_thw[1] * item.grid_thw[2]
+    def _to_device(self, part: _Part) -> Tensor:
+        assert part.item.patches is not None
+        t, h, w = part.item.grid_thw
         # frombuffer shares the upload's memory: no copy on the host
-        flat = torch.frombuffer(item.patches, dtype=torch.uint8)
-        return flat.view(num_patches, -1).to(self._device)
+        flat = torch.frombuffer(part.item.patches, dtype=torch.uint8)
+        rows = flat.view(t * h * w, -1)[part.start * h * w : part.end * h * w]
+        return rows.to(self._device)
 
 
-def _check_features(
-    features: Sequence[Tensor],
-    entries: Sequence[tuple[int, bytes, MediaItem]],
-    patch_format: PatchFormat,
-) -> None:
-    for (_, _, item), tensor in zip(entries, features, strict=True):
-        t, h, w = item.grid_thw
-        expected = t * h * w // patch_format.merge_size**2
+def _check_features(features: Sequence[Tensor], parts: Sequence[_Part]) -> None:
+    for part, tensor in zip(parts, features, strict=True):
+        expected = part.grid_thw[0] * part.tokens_per_slice
         if tensor.shape[0] != expected:
             raise ValueError(f"{tensor.shape[0]} features for a grid that gives {expected}")

@@ -21,7 +21,7 @@ from m3stack.cache.prefix import PrefixCache
 from m3stack.engine.plan import FatalStepError, StepPlan
 from m3stack.engine.runner import Runner
 from m3stack.engine.scheduler import Scheduler
-from m3stack.engine.sequence import Sequence, place_media
+from m3stack.engine.sequence import NO_SEGMENTS, Sequence, place_media
 from m3stack.errors import ErrorKind, WorkerError
 from m3stack.telemetry import WorkerMetrics
 from m3stack.types import Event, Failed, Finished, Load, MediaSettled, Request, Started, Tokens
@@ -39,12 +39,14 @@ class EngineSettings:
         page_tokens: tokens of a page.
         max_context_tokens: prompt and output together.
         eos_token_id: ends a request unless it ignores that.
+        segment_patches: temporal patches of a clip that the vision tower sees together.
         max_failed_steps: steps that may fail in a row before the engine gives up.
     """
 
     page_tokens: int
     max_context_tokens: int
     eos_token_id: int
+    segment_patches: int = NO_SEGMENTS
     max_failed_steps: int = 3
 
 
@@ -222,6 +224,7 @@ class Engine:
             page_tokens=self._settings.page_tokens,
             stop_ids=sampling.stop_token_ids | eos,
             max_context_tokens=self._settings.max_context_tokens,
+            segment_patches=self._settings.segment_patches,
         )
         self._live[message.handle] = _Live(sequence, message.submitted_at)
         if not self._scheduler.fits(sequence):
@@ -270,6 +273,8 @@ class Engine:
         now = self._clock()
         started: list[tuple[int, Event]] = []
         for admission in plan.admissions:
+            if not admission.is_first:
+                continue
             live = self._live[admission.handle]
             queue_s = now - live.submitted_at
             self._metrics.request_started(

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
+from m3stack.cache.host import PageCopy
 from m3stack.types import TokenLogprob
 
 
@@ -34,18 +35,35 @@ class Row:
 
 @dataclass(frozen=True, slots=True)
 class EncodeItem:
-    """A media item whose features this step computes before its forward."""
+    """Parts of a media item whose features this step computes before its forward.
+
+    Attributes:
+        handle: a request that brings the patches.
+        key: the item.
+        first_part: number of the first part; all before it are encoded.
+        num_parts: at least one.
+    """
 
     handle: int
     key: bytes
+    first_part: int
+    num_parts: int
 
 
 @dataclass(frozen=True, slots=True)
 class Admission:
-    """A sequence that leaves the queue for the first time."""
+    """A sequence that leaves the queue.
+
+    Attributes:
+        cached_tokens: tokens that the caches had, on the device or in host memory.
+        host_tokens: those of them that are in host memory.
+        is_first: False if it ran before and was preempted.
+    """
 
     handle: int
     cached_tokens: int
+    host_tokens: int
+    is_first: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,16 +71,23 @@ class StepPlan:
     """One step: at most one row a sequence, one-token rows first.
 
     Attributes:
-        rows: never empty unless nothing can run.
-        encodes: media items to encode first, no key twice.
-        admissions: sequences that run for the first time.
-        preempted: sequences that lost their pages and will recompute.
+        rows: may be empty while pages are brought back or a first picture is encoded.
+        encodes: parts of media items to encode first, no key twice.
+        admissions: sequences that leave the queue with this step.
+        preempted: sequences that lost their pages; they go on later, from copies where they can.
+        copies: page contents to move before all else, in this order.
     """
 
     rows: tuple[Row, ...]
     encodes: tuple[EncodeItem, ...] = ()
     admissions: tuple[Admission, ...] = ()
     preempted: tuple[int, ...] = ()
+    copies: tuple[PageCopy, ...] = ()
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether there is nothing to execute."""
+        return not (self.rows or self.encodes or self.copies)
 
     @property
     def num_tokens(self) -> int:
@@ -85,11 +110,14 @@ class StepResult:
         sampled: one entry for each row with an `output_index` that did not fail.
         failures: what went wrong with single sequences of the plan; they end with it.
         settled: sequences whose uploaded patches are no longer needed since this step.
+        failed_copies: copies of the plan that were not made, those that built on them included;
+            rows that own a page so left undefined were not computed.
     """
 
     sampled: Mapping[int, Sampled]
     failures: Mapping[int, str] = field(default_factory=dict[int, str])
     settled: tuple[int, ...] = ()
+    failed_copies: tuple[PageCopy, ...] = ()
 
 
 class FatalStepError(Exception):

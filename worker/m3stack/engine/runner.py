@@ -1,14 +1,16 @@
-"""Executes a plan: encode media, build tensors, forward, sample, bring tokens to the host."""
+"""Executes a plan: move pages, encode media, build tensors, forward, sample, tokens to the host."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import logging
+from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from m3stack.batch import DeviceBatch, LayerCache
+from m3stack.cache.host import CopyDirection, PageCopy, broken_pages
 from m3stack.engine.encoder import Encoder
 from m3stack.engine.inputs import InputBuilder, media_rows
 from m3stack.engine.plan import FatalStepError, Sampled, StepPlan, StepResult
@@ -16,7 +18,10 @@ from m3stack.engine.sampler import Sampler, SampleRow
 from m3stack.engine.sequence import PlacedMedia, place_media
 from m3stack.types import Request
 
+_log = logging.getLogger(__name__)
+
 Forward = Callable[[DeviceBatch, LayerCache], Tensor]
+CopyPage = Callable[[PageCopy], None]
 
 
 class Runner(Protocol):
@@ -47,6 +52,7 @@ class ModelRunner:
         encoder: media features.
         inputs: builds the batches.
         sampler: chooses the tokens.
+        copy_page: moves a page between device and host; None where there is no host tier.
     """
 
     def __init__(
@@ -57,7 +63,9 @@ class ModelRunner:
         encoder: Encoder,
         inputs: InputBuilder,
         sampler: Sampler,
+        copy_page: CopyPage | None = None,
     ) -> None:
+        self._copy_page = copy_page
         self._forward = forward
         self._caches = caches
         self._encoder = encoder
@@ -89,11 +97,15 @@ class ModelRunner:
             raise FatalStepError(str(error)) from error
 
     def _execute(self, plan: StepPlan) -> StepResult:
+        failed_copies = self._copy(plan.copies)
+        broken = broken_pages(failed_copies)
         failures = dict(self._encode(plan))
-        rows = [row for row in plan.rows if row.handle not in failures]
+        rows = [
+            row for row in plan.rows if row.handle not in failures and broken.isdisjoint(row.pages)
+        ]
         settled = tuple(row.handle for row in rows if self._encoder.settle(row.handle))
         if not rows:
-            return StepResult(sampled={}, failures=failures, settled=settled)
+            return StepResult({}, failures, settled, failed_copies)
         media = media_rows(rows, self._media.__getitem__, self._encoder.features)
         batch = self._inputs.build(rows, media)
         logits_SV = self._forward(batch, self._caches)
@@ -107,11 +119,36 @@ class ModelRunner:
                     failures[handle] = "the model gave no finite logits"
                 else:
                     sampled[handle] = choice
-        return StepResult(sampled=sampled, failures=failures, settled=settled)
+        return StepResult(sampled, failures, settled, failed_copies)
+
+    def _copy(self, copies: Sequence[PageCopy]) -> tuple[PageCopy, ...]:
+        """Moves pages in order; returns the copies that failed or built on one that did."""
+        failed: list[PageCopy] = []
+        bad_pages: set[int] = set()
+        bad_slots: set[int] = set()
+        for copy in copies:
+            assert self._copy_page is not None, "a plan moves pages, but there is no host tier"
+            is_out = copy.direction is CopyDirection.TO_HOST
+            source_is_bad = copy.page in bad_pages if is_out else copy.slot in bad_slots
+            try:
+                if not source_is_bad:
+                    self._copy_page(copy)
+            except torch.AcceleratorError:
+                raise
+            except Exception:  # noqa: BLE001 - the page alone is lost, and can be computed again
+                _log.exception("page_copy_failed direction=%s", copy.direction.value)
+                source_is_bad = True
+            target, bad = (copy.slot, bad_slots) if is_out else (copy.page, bad_pages)
+            if source_is_bad:
+                failed.append(copy)
+                bad.add(target)
+            else:
+                bad.discard(target)
+        return tuple(failed)
 
     def _encode(self, plan: StepPlan) -> Mapping[int, str]:
         """Encodes what the plan names; also fails the rows that needed an item that failed."""
-        failures = dict(self._encoder.run([(encode.handle, encode.key) for encode in plan.encodes]))
+        failures = dict(self._encoder.run(plan.encodes))
         broken = {encode.key for encode in plan.encodes if encode.handle in failures}
         if not broken:
             return failures

@@ -10,11 +10,23 @@ from m3stack.cache.prefix import ROOT_KEY, MediaMark, page_key
 from m3stack.engine.plan import Sampled
 from m3stack.types import FinishReason, MediaKind, Request, Span, Usage
 
+NO_SEGMENTS = 1 << 30
+"""Every clip is one part."""
+
 
 class SequenceState(Enum):
     WAITING = "waiting"
     RUNNING = "running"
     ENDED = "ended"
+
+
+class WaitReason(Enum):
+    """What kept the sequence at the head of the queue in it."""
+
+    SEQUENCES = "a place among the running requests"
+    PAGES = "cache pages"
+    TENANT = "the tenant's limit"
+    PREFIX = "a prefix that another request was computing"
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,12 +36,15 @@ class PlacedMedia:
     Attributes:
         key: identity of its features.
         spans: where they stand in the prompt, in order.
-        num_patches: what encoding it costs.
+        part_patches: patches of each part that can be encoded by itself, in order: a still is
+            one part, a clip one for every segment that the vision tower sees apart.
+        merged_patches: patches that become one token.
     """
 
     key: bytes
     spans: tuple[Span, ...]
-    num_patches: int
+    part_patches: tuple[int, ...]
+    merged_patches: int
 
     @property
     def first(self) -> int:
@@ -38,6 +53,15 @@ class PlacedMedia:
     @property
     def end(self) -> int:
         return self.spans[-1].offset + self.spans[-1].length
+
+    def reach(self, num_parts: int) -> int:
+        """Position of the first placeholder behind the features of the first `num_parts` parts."""
+        left = sum(self.part_patches[:num_parts]) // self.merged_patches
+        for span in self.spans:
+            if left < span.length:
+                return span.offset + left
+            left -= span.length
+        return self.end
 
 
 class Sequence:
@@ -51,6 +75,13 @@ class Sequence:
         page_tokens: tokens of a page.
         stop_ids: ids that end the request.
         max_context_tokens: prompt and output together never exceed it.
+        segment_patches: temporal patches of a clip that the vision tower sees together.
+
+    Attributes:
+        order: smaller runs first; set when it is queued, and when it may no longer be preempted.
+        restorable_pages: while `num_computed` is short of that many pages, the next one may be
+            fetched from the caches instead of computed.
+        pinned_keys: host copies that are kept for this sequence.
     """
 
     def __init__(
@@ -61,6 +92,7 @@ class Sequence:
         page_tokens: int,
         stop_ids: frozenset[int],
         max_context_tokens: int,
+        segment_patches: int = NO_SEGMENTS,
     ) -> None:
         self.handle = handle
         self.request = request
@@ -76,9 +108,15 @@ class Sequence:
         self.pages: list[int] = []
         self.num_preemptions = 0
         self.cached_tokens: int | None = None
-        self.media = place_media(request)
+        self.media = place_media(request, segment_patches)
+        self.order: tuple[int, int] = (0, handle)
+        self.root_key = ROOT_KEY
+        self.restorable_pages = 0
+        self.pinned_keys: list[bytes] = []
+        self.wait_steps: dict[WaitReason, int] = {}
         self._page_keys: list[bytes] = []
         self._num_registered = 0
+        self._saved_tokens = 0
 
     @property
     def num_output(self) -> int:
@@ -110,29 +148,115 @@ class Sequence:
         return None
 
     def restart(self) -> None:
-        """Forgets what is computed, after its pages were taken away."""
+        """Waits again, after its pages were taken away; remembers how far it had come."""
         assert self.state is SequenceState.RUNNING
         assert not self.pages
         self.state = SequenceState.WAITING
+        self._saved_tokens = self.reached_tokens
         self.num_computed = 0
         self.num_preemptions += 1
+        self.restorable_pages = 0
         self._num_registered = 0
 
-    def start(self, matched_pages: list[int]) -> None:
-        """Runs, with the pages that the prefix cache had."""
+    def start(self, matched_pages: list[int], *, known_pages: int) -> None:
+        """Runs, with the device pages that the caches had; more may be restored."""
         assert self.state is SequenceState.WAITING
         assert not self.pages
         self.state = SequenceState.RUNNING
         self.pages = matched_pages
         self.num_computed = len(matched_pages) * self.page_tokens
         self._num_registered = len(matched_pages)
+        self.restorable_pages = known_pages
         if self.cached_tokens is None:
-            self.cached_tokens = self.num_computed
+            self.cached_tokens = known_pages * self.page_tokens
+
+    @property
+    def is_restorable(self) -> bool:
+        """Whether the next full page may come from the caches."""
+        return self.num_computed < self.restorable_pages * self.page_tokens
+
+    @property
+    def is_restoring(self) -> bool:
+        """Whether the next page, full or not, may come from the caches."""
+        return self.is_restorable or self.is_resumable
+
+    @property
+    def has_saved_partial(self) -> bool:
+        """Whether the page it was writing to when it was preempted may still be there."""
+        return self._saved_tokens % self.page_tokens > 0
+
+    def restoring_key(self) -> bytes:
+        """Key of the page that may come from the caches next."""
+        if not self.is_restorable:
+            return self.partial_key()
+        index = self.num_computed // self.page_tokens
+        self._extend_keys(index + 1)
+        return self._page_keys[index]
+
+    def waited_for(self, reason: WaitReason) -> None:
+        """Notes why it was not admitted in a step."""
+        self.wait_steps[reason] = self.wait_steps.get(reason, 0) + 1
+
+    def add_restored(self, page: int) -> None:
+        """Appends a full page whose content the caches had."""
+        assert len(self.pages) * self.page_tokens == self.num_computed
+        self.pages.append(page)
+        self.num_computed += self.page_tokens
+        self._num_registered = len(self.pages)
+
+    def add_resumed(self, page: int) -> None:
+        """Appends the page it was writing to when it was preempted."""
+        assert len(self.pages) * self.page_tokens == self.num_computed
+        self.pages.append(page)
+        self.num_computed = self._saved_tokens
+        self._saved_tokens = 0
+
+    def rewind(self, num_pages: int) -> list[int]:
+        """Forgets what is computed behind the first `num_pages` pages, and gives their pages up."""
+        dropped, self.pages = self.pages[num_pages:], self.pages[:num_pages]
+        self.num_computed = min(self.num_computed, num_pages * self.page_tokens)
+        self._num_registered = min(self._num_registered, num_pages)
+        self.stop_restoring()
+        return dropped
 
     def matchable_keys(self) -> list[bytes]:
         """Keys of the full pages before the last token, which is always computed anew."""
-        self._extend_keys((len(self.tokens) - 1) // self.page_tokens)
-        return self._page_keys[: (len(self.tokens) - 1) // self.page_tokens]
+        return self.page_keys((len(self.tokens) - 1) // self.page_tokens)
+
+    def page_keys(self, count: int) -> list[bytes]:
+        """Keys of the first `count` pages, all of whose tokens are known."""
+        self._extend_keys(count)
+        return self._page_keys[:count]
+
+    @property
+    def reached_tokens(self) -> int:
+        """Tokens it has computed, or had when it was preempted."""
+        return max(self.num_computed, self._saved_tokens)
+
+    @property
+    def num_partial(self) -> int:
+        """Tokens of `reached_tokens` in a page that is not full."""
+        return self.reached_tokens % self.page_tokens
+
+    def partial_key(self) -> bytes:
+        """Key of the page that holds `num_partial` tokens; private to this sequence."""
+        end = self.reached_tokens
+        start = end - self.num_partial
+        assert start < end
+        keys = self.page_keys(start // self.page_tokens)
+        parent = (keys[-1] if keys else self.root_key) + self.handle.to_bytes(8, "little")
+        return page_key(parent, self.tokens[start:end], _marks(self.media, start, end))
+
+    @property
+    def is_resumable(self) -> bool:
+        """Whether the page it was writing to when it was preempted comes next."""
+        start = self._saved_tokens - self._saved_tokens % self.page_tokens
+        return self.num_computed == start < self._saved_tokens
+
+    def stop_restoring(self) -> None:
+        """What comes next will be computed."""
+        self.restorable_pages = 0
+        self._saved_tokens = 0
 
     def newly_full(self) -> list[tuple[int, bytes]]:
         """Page and key of the pages that became full since the last call."""
@@ -158,13 +282,17 @@ class Sequence:
         size = self.page_tokens
         while len(self._page_keys) < count:
             start = len(self._page_keys) * size
-            parent = self._page_keys[-1] if self._page_keys else ROOT_KEY
+            parent = self._page_keys[-1] if self._page_keys else self.root_key
             marks = _marks(self.media, start, start + size)
             self._page_keys.append(page_key(parent, self.tokens[start : start + size], marks))
 
 
-def place_media(request: Request) -> tuple[PlacedMedia, ...]:
-    """The media of a request in order of first position."""
+def place_media(request: Request, segment_patches: int = NO_SEGMENTS) -> tuple[PlacedMedia, ...]:
+    """The media of a request in order of first position.
+
+    Args:
+        segment_patches: temporal patches of a clip that the vision tower sees together.
+    """
     if not request.media:
         return ()
     assert request.patch_format is not None
@@ -172,11 +300,17 @@ def place_media(request: Request) -> tuple[PlacedMedia, ...]:
         PlacedMedia(
             key=media_key(item, request.patch_format),
             spans=item.spans,
-            num_patches=item.grid_thw[0] * item.grid_thw[1] * item.grid_thw[2],
+            part_patches=_part_patches(item.grid_thw, segment_patches),
+            merged_patches=request.patch_format.merge_size**2,
         )
         for item in request.media
     ]
     return tuple(sorted(placed, key=lambda item: item.first))
+
+
+def _part_patches(grid_thw: tuple[int, int, int], segment_patches: int) -> tuple[int, ...]:
+    t, h, w = grid_thw
+    return tuple(min(segment_patches, t - start) * h * w for start in range(0, t, segment_patches))
 
 
 def _marks(media: tuple[PlacedMedia, ...], start: int, end: int) -> list[MediaMark]:
