@@ -105,16 +105,16 @@ impl<'a> Protected<'a> {
                 texts.push(text);
             });
         }
-        if is_needed || conversation.continue_final_message {
-            let mut unused = unused_characters(&texts);
-            let mut next = || {
-                unused.next().ok_or_else(|| RequestError::internal("no unused character is left"))
-            };
-            protected.sentinel = if is_needed { Some(next()?) } else { None };
-            if conversation.continue_final_message {
-                protected.continuation = Some(next()?);
-            }
+        let wanted = usize::from(is_needed) + usize::from(conversation.continue_final_message);
+        let mut unused = unused_characters(&texts, wanted);
+        if unused.len() < wanted {
+            return Err(RequestError::invalid(
+                "messages",
+                "the text uses every private character, so that none is left to mark places in it",
+            ));
         }
+        protected.sentinel = if is_needed { unused.pop() } else { None };
+        protected.continuation = unused.pop();
         Ok(protected)
     }
 

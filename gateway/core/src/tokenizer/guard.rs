@@ -109,13 +109,24 @@ impl Guard {
     }
 }
 
-/// Characters that no text uses, then private ones: the first that is in none of the texts.
-pub(crate) fn unused_characters<'a>(texts: &[&'a str]) -> impl Iterator<Item = char> + use<'a> {
-    let texts: Vec<&'a str> = texts.to_vec();
+/// Characters that are in none of the texts, those first that no text should use; never more than
+/// two passes over the texts.
+pub(crate) fn unused_characters(texts: &[&str], wanted: usize) -> Vec<char> {
+    const TRIED: usize = 4;
     let noncharacters = ('\u{fdd0}'..='\u{fdef}').chain((0..=16u32).flat_map(|plane| {
         [0xfffe, 0xffff].into_iter().filter_map(move |low| char::from_u32(plane << 16 | low))
     }));
-    noncharacters
-        .chain('\u{f0000}'..='\u{ffffd}')
-        .filter(move |&character| !texts.iter().any(|text| text.contains(character)))
+    let is_unused = |character: &char| !texts.iter().any(|text| text.contains(*character));
+    let first: Vec<char> =
+        noncharacters.clone().take(TRIED).filter(is_unused).take(wanted).collect();
+    if first.len() == wanted {
+        return first;
+    }
+    let mut used = vec![false; char::MAX as usize + 1];
+    for character in texts.iter().flat_map(|text| text.chars()) {
+        used[character as usize] = true;
+    }
+    let private = ('\u{f0000}'..='\u{ffffd}').chain('\u{100000}'..='\u{10fffd}');
+    let all = noncharacters.chain(private).filter(|&character| !used[character as usize]);
+    all.take(wanted).collect()
 }

@@ -90,7 +90,7 @@ proptest! {
         after in texts(),
     ) {
         let tokenizer = tiny_model().prompt_builder.tokenizer();
-        let sentinel = unused_characters(&[&before, &text, &after]).next().unwrap();
+        let sentinel = unused_characters(&[&before, &text, &after], 1)[0];
         let guarded = tokenizer.guard().protect(&text, sentinel, Protection::Full, &[]);
         let guarded = guarded.unwrap_or_else(|| text.clone());
         prop_assert_eq!(guarded.replace(sentinel, ""), text.clone());
@@ -134,6 +134,15 @@ proptest! {
             prop_assert_eq!(found, ids(&wanted, text, false), "{:?} {:?}", text, tokens);
         }
     }
+}
+
+#[test]
+fn an_unused_character_is_found_in_two_passes_whatever_is_typed() {
+    assert_eq!(unused_characters(&["a"], 2), ['\u{fdd0}', '\u{fdd1}']);
+    let noncharacters: String = ('\u{fdd0}'..='\u{fdef}').collect();
+    assert_eq!(unused_characters(&[&noncharacters, "\u{fffe}"], 1), ['\u{ffff}']);
+    let everything: String = ('\u{1}'..=char::MAX).collect();
+    assert!(unused_characters(&[&everything], 1).is_empty());
 }
 
 #[test]
