@@ -66,6 +66,8 @@ pub struct Generation {
     pub skip_special_tokens: bool,
 }
 
+/// Length of a text completion that does not say how long it may be. Source: OpenAI's API.
+const COMPLETION_TOKENS: u32 = 16;
 const MAX_BIASED_TOKENS: usize = 1024;
 
 /// Generation fields of a chat request.
@@ -84,7 +86,10 @@ pub(super) fn read_chat(body: &Fields, limits: &Limits) -> Result<Generation, Re
 /// Generation fields of a text completion, where `logprobs` is a number.
 pub(super) fn read_completion(body: &Fields, limits: &Limits) -> Result<Generation, RequestError> {
     let top = body.count("logprobs", 0..=20)?;
-    read(body, limits, LogprobsWish { wanted: top.is_some(), top: top.unwrap_or(0) })
+    let logprobs = LogprobsWish { wanted: top.is_some(), top: top.unwrap_or(0) };
+    let mut generation = read(body, limits, logprobs)?;
+    generation.max_tokens.get_or_insert(COMPLETION_TOKENS.min(limits.max_output_tokens));
+    Ok(generation)
 }
 
 /// Streaming fields.

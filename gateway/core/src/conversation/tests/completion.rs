@@ -23,6 +23,7 @@ fn text_completions_take_text_ids_and_lists_of_both() {
     let task = check(r#""prompt":"a","logprobs":0,"echo":true,"stream":true"#).unwrap();
     assert!(task.echo && task.stream.stream && task.add_special_tokens);
     assert_eq!(task.generation.logprobs, LogprobsWish { wanted: true, top: 0 });
+    assert_eq!(task.generation.max_tokens, Some(16));
     for (members, param) in [
         ("", "prompt"),
         (r#""prompt":[]"#, "prompt"),
