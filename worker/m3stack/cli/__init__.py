@@ -17,6 +17,7 @@ COMMANDS = {
     "chat": ("m3stack.cli.chat", "talk to a running gateway; takes pictures and clips"),
     "doctor": ("m3stack.cli.doctor", "say what this machine can and cannot do"),
     "convert": ("m3stack.cli.convert", "write a checkpoint in MXFP8, or back in BF16"),
+    "verify": ("m3stack.cli.verify", "compare a checkpoint's logits with transformers"),
     "bench": ("m3stack.cli.bench", "measure the gateway, the worker or the kernels"),
 }
 
@@ -74,7 +75,8 @@ def explain_missing(missing: ModuleNotFoundError, command: str) -> str:
             "m3stack: the compiled gateway module is missing; build it with `make build`, "
             "or install the m3stack wheel"
         )
-    extra = "worker" if command in ("worker", "up", "bench") else "demo"
+    of_worker = ("worker", "up", "bench", "convert", "verify")
+    extra = "worker" if command in of_worker else "demo"
     return (
         f"m3stack {command}: the Python package {package!r} is not installed; "
         f"install it with: pip install 'm3stack[{extra}]'"
