@@ -107,7 +107,7 @@ impl App {
         let metrics = Arc::new(Metrics::default());
         let cores = std::thread::available_parallelism().map_or(1, |n| n.get() as u32);
         Ok(Arc::new(Self {
-            limits: model.limits(),
+            limits: limits(&config, &model),
             max_context_tokens,
             media: Arc::new(MediaLoader::new(&config.media, Arc::clone(&metrics))),
             workers: WorkerPool::start(&config.workers, facts.clone())?,
@@ -123,6 +123,16 @@ impl App {
             model,
             config,
         }))
+    }
+}
+
+/// The model's bounds, with those that the operator sets.
+fn limits(config: &GatewayConfig, model: &Model) -> Limits {
+    let media = config.media.limits;
+    Limits {
+        max_images: media.max_images as usize,
+        max_videos: media.max_videos as usize,
+        ..model.limits()
     }
 }
 

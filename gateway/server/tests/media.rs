@@ -375,3 +375,81 @@ async fn a_list_of_hosts_holds_on_every_hop() {
     let other = ask(&gateway, &[picture("http://localhost/a.png")]).await;
     assert_eq!(other.status, 400);
 }
+
+#[tokio::test]
+async fn a_body_from_the_network_is_used_again_only_as_http_allows() {
+    let origin = Origin::start().await;
+    let (worker, gateway) = setup(&["--allow-private-media"]).await;
+    for (terms, connections) in
+        [("max-age=60", [1, 1]), ("no-cache", [1, 2]), ("no-store", [1, 2]), ("private", [1, 2])]
+    {
+        let before = origin.connections();
+        let url = origin.url(&format!("/kept/{terms}/img_plain.bmp"));
+        for expected in connections {
+            let reply = ask(&gateway, &[picture(&url)]).await;
+            assert_eq!(reply.status, 200, "{terms}: {}", reply.text);
+            assert_eq!(origin.connections() - before, expected, "{terms}");
+        }
+    }
+    let patches: HashSet<_> = worker.seen().iter().map(|seen| seen.patches[&0].to_vec()).collect();
+    assert_eq!(patches.len(), 1, "asked again or not, it is the same picture");
+    let page = gateway.get("/metrics").await.text;
+    assert!(page.contains("cache_lookups_total{cache=\"fetched\",outcome=\"hit\"}"), "{page}");
+}
+
+#[tokio::test]
+async fn what_was_seen_a_turn_ago_is_neither_probed_nor_decoded_again() {
+    let (worker, gateway) = setup(&[]).await;
+    let parts = [picture(&data_url("img_progressive.jpg")), video(&data_url("vid_cfr_h264.mp4"))];
+
+    for _ in 0..2 {
+        assert_eq!(ask(&gateway, &parts).await.status, 200);
+    }
+
+    let seen = worker.seen();
+    assert!(seen[0].patches == seen[1].patches);
+    let page = gateway.get("/metrics").await.text;
+    for cache in ["facts", "patches"] {
+        let hits = format!("lookups_total{{cache=\"{cache}\",outcome=\"hit\"}} 2");
+        assert!(page.contains(&hits), "{hits} in {page}");
+    }
+}
+
+#[tokio::test]
+async fn without_a_cache_the_same_bytes_still_arrive() {
+    let (worker, gateway) = setup(&["--media-cache-bytes", "0"]).await;
+    let part = picture(&data_url("img_progressive.jpg"));
+    assert_eq!(ask(&gateway, &[part.clone(), part.clone()]).await.status, 200);
+    assert_eq!(ask(&gateway, &[part]).await.status, 200);
+    let seen = worker.seen();
+    assert!(seen[0].patches[&0] == seen[0].patches[&1]);
+    assert!(seen[0].patches[&0] == seen[1].patches[&0]);
+    let page = gateway.get("/metrics").await.text;
+    assert!(page.contains("m3stack_gateway_media_cache_bytes{cache=\"patches\"} 0"), "{page}");
+}
+
+#[tokio::test]
+async fn each_limit_of_a_request_is_named_with_its_figure_before_anything_is_decoded() {
+    let still = || picture(&data_url("img_truncated_128.jpg"));
+    let clip = || video(&data_url("vid_cfr_h264.mp4"));
+    // 128x96 of 30 frames, 5 of them taken, all to be decoded
+    for (flag, limit, parts, status, words) in [
+        ("--max-request-media-tokens", "23", vec![still(), still()], 400, "24 tokens"),
+        ("--max-request-video-frames", "7", vec![clip(), clip()], 400, "8 video frames"),
+        ("--max-request-decoded-pixels", "368639", vec![clip()], 400, "368640 decoded pixels"),
+        ("--max-request-media-bytes", "5000", vec![clip(), clip()], 413, "6316 bytes"),
+        ("--max-image-pixels", "100", vec![still()], 400, "limit is 100"),
+        ("--max-image-pixels", "100", vec![clip()], 400, "limit is 100"),
+        ("--max-video-duration-s", "2", vec![clip()], 400, "limit is 2 s"),
+        ("--max-request-images", "1", vec![still(), still()], 400, "1"),
+        ("--max-request-videos", "1", vec![clip(), clip()], 400, "1"),
+    ] {
+        let (worker, gateway) = setup(&[flag, limit]).await;
+        let reply = ask(&gateway, &parts).await;
+        assert_eq!(reply.status, status, "{flag}: {}", reply.text);
+        assert!(reply.message().contains(words), "{flag}: {}", reply.message());
+        assert!(reply.message().contains(limit), "{flag}: {}", reply.message());
+        assert!(worker.seen().is_empty(), "{flag}");
+        gateway.assert_idle().await;
+    }
+}

@@ -107,6 +107,12 @@ pub struct GatewayConfig {
 pub struct MediaConfig {
     /// Largest picture or clip, as sent or fetched.
     pub max_bytes: u64,
+    /// What one request may ask for.
+    pub limits: MediaLimits,
+    /// Memory for decoding at one time.
+    pub work_bytes: u64,
+    /// Memory for media seen before; 0 keeps none.
+    pub cache_bytes: u64,
     /// Threads that decode and resize.
     pub threads: u32,
     /// FFmpeg processes at once.
@@ -117,6 +123,27 @@ pub struct MediaConfig {
     pub allowed_hosts: Vec<String>,
     /// Whether private and loopback addresses may be fetched from.
     pub allow_private: bool,
+}
+
+/// Limits on the media of one request, all checked before anything is decoded.
+#[derive(Clone, Copy, Debug)]
+pub struct MediaLimits {
+    /// Source bytes of all items.
+    pub max_bytes: u64,
+    /// Pictures.
+    pub max_images: u32,
+    /// Clips.
+    pub max_videos: u32,
+    /// Tokens of all items; `None` leaves it to the context.
+    pub max_tokens: Option<u64>,
+    /// Frames taken from all clips.
+    pub max_frames: u64,
+    /// Pixels that are decoded, skipped frames included.
+    pub max_decoded_pixels: u64,
+    /// Pixels of one picture, or of one frame of a clip.
+    pub max_image_pixels: u64,
+    /// Longest clip.
+    pub max_video_duration: Duration,
 }
 
 impl GatewayConfig {
@@ -174,6 +201,9 @@ fn media_config(keys: GatewayKeys) -> Result<MediaConfig, ConfigError> {
         std::thread::available_parallelism().map_or(1, |n| u32::try_from(n.get()).unwrap_or(1));
     Ok(MediaConfig {
         max_bytes: at_least_one("max_media_bytes", keys.max_media_bytes.unwrap_or(64 * MIB))?,
+        limits: media_limits(&keys)?,
+        work_bytes: at_least_one("media_work_bytes", keys.media_work_bytes.unwrap_or(1024 * MIB))?,
+        cache_bytes: keys.media_cache_bytes.unwrap_or(256 * MIB),
         threads: at_least_one("media_threads", keys.media_threads.unwrap_or(cores))?,
         max_video_processes: at_least_one(
             "max_video_processes",
@@ -190,6 +220,27 @@ fn media_config(keys: GatewayKeys) -> Result<MediaConfig, ConfigError> {
             .map(|host| host.trim().to_ascii_lowercase())
             .collect(),
         allow_private: keys.allow_private_media.unwrap_or(false),
+    })
+}
+
+fn media_limits(keys: &GatewayKeys) -> Result<MediaLimits, ConfigError> {
+    let count = |key, value: Option<u64>, default| at_least_one(key, value.unwrap_or(default));
+    Ok(MediaLimits {
+        max_bytes: count("max_request_media_bytes", keys.max_request_media_bytes, 256 * MIB)?,
+        max_images: keys.max_request_images.unwrap_or(200),
+        max_videos: keys.max_request_videos.unwrap_or(20),
+        max_tokens: keys.max_request_media_tokens,
+        max_frames: count("max_request_video_frames", keys.max_request_video_frames, 15_360)?,
+        max_decoded_pixels: count(
+            "max_request_decoded_pixels",
+            keys.max_request_decoded_pixels,
+            50_000_000_000,
+        )?,
+        max_image_pixels: count("max_image_pixels", keys.max_image_pixels, 64_000_000)?,
+        max_video_duration: at_least_one(
+            "max_video_duration_s",
+            Duration::from_secs(u64::from(keys.max_video_duration_s.unwrap_or(14_400))),
+        )?,
     })
 }
 

@@ -79,6 +79,36 @@ pub(super) struct GatewayKeys {
     /// Bodies and media held at once by all requests; more are answered 429 [default: 1073741824].
     #[arg(long, env = "M3STACK_GATEWAY_MAX_BUFFERED_BYTES", value_name = "BYTES")]
     pub(super) max_buffered_bytes: Option<u64>,
+    /// Source bytes of all media of one request [default: 268435456].
+    #[arg(long, env = "M3STACK_GATEWAY_MAX_REQUEST_MEDIA_BYTES", value_name = "BYTES")]
+    pub(super) max_request_media_bytes: Option<u64>,
+    /// Pictures in one request [default: 200].
+    #[arg(long, env = "M3STACK_GATEWAY_MAX_REQUEST_IMAGES", value_name = "N")]
+    pub(super) max_request_images: Option<u32>,
+    /// Clips in one request [default: 20].
+    #[arg(long, env = "M3STACK_GATEWAY_MAX_REQUEST_VIDEOS", value_name = "N")]
+    pub(super) max_request_videos: Option<u32>,
+    /// Tokens of all media of one request [default: what the context holds].
+    #[arg(long, env = "M3STACK_GATEWAY_MAX_REQUEST_MEDIA_TOKENS", value_name = "N")]
+    pub(super) max_request_media_tokens: Option<u64>,
+    /// Frames taken from all clips of one request [default: 15360].
+    #[arg(long, env = "M3STACK_GATEWAY_MAX_REQUEST_VIDEO_FRAMES", value_name = "N")]
+    pub(super) max_request_video_frames: Option<u64>,
+    /// Pixels decoded for one request, skipped frames included [default: 50000000000].
+    #[arg(long, env = "M3STACK_GATEWAY_MAX_REQUEST_DECODED_PIXELS", value_name = "N")]
+    pub(super) max_request_decoded_pixels: Option<u64>,
+    /// Pixels of one picture, or of one frame of a clip [default: 64000000].
+    #[arg(long, env = "M3STACK_GATEWAY_MAX_IMAGE_PIXELS", value_name = "N")]
+    pub(super) max_image_pixels: Option<u64>,
+    /// Longest clip [default: 14400].
+    #[arg(long, env = "M3STACK_GATEWAY_MAX_VIDEO_DURATION_S", value_name = "SECONDS")]
+    pub(super) max_video_duration_s: Option<u32>,
+    /// Memory for decoding at one time; more waits, the cheap before the dear [default: 1073741824].
+    #[arg(long, env = "M3STACK_GATEWAY_MEDIA_WORK_BYTES", value_name = "BYTES")]
+    pub(super) media_work_bytes: Option<u64>,
+    /// Memory for media seen before; 0 keeps none [default: 268435456].
+    #[arg(long, env = "M3STACK_GATEWAY_MEDIA_CACHE_BYTES", value_name = "BYTES")]
+    pub(super) media_cache_bytes: Option<u64>,
     /// Threads that decode and resize [default: number of cores].
     #[arg(long, env = "M3STACK_GATEWAY_MEDIA_THREADS", value_name = "N")]
     pub(super) media_threads: Option<u32>,
@@ -174,6 +204,22 @@ impl GatewayKeys {
             max_request_bytes: self.max_request_bytes.or(file.max_request_bytes),
             max_media_bytes: self.max_media_bytes.or(file.max_media_bytes),
             max_buffered_bytes: self.max_buffered_bytes.or(file.max_buffered_bytes),
+            max_request_media_bytes: self.max_request_media_bytes.or(file.max_request_media_bytes),
+            max_request_images: self.max_request_images.or(file.max_request_images),
+            max_request_videos: self.max_request_videos.or(file.max_request_videos),
+            max_request_media_tokens: self
+                .max_request_media_tokens
+                .or(file.max_request_media_tokens),
+            max_request_video_frames: self
+                .max_request_video_frames
+                .or(file.max_request_video_frames),
+            max_request_decoded_pixels: self
+                .max_request_decoded_pixels
+                .or(file.max_request_decoded_pixels),
+            max_image_pixels: self.max_image_pixels.or(file.max_image_pixels),
+            max_video_duration_s: self.max_video_duration_s.or(file.max_video_duration_s),
+            media_work_bytes: self.media_work_bytes.or(file.media_work_bytes),
+            media_cache_bytes: self.media_cache_bytes.or(file.media_cache_bytes),
             media_threads: self.media_threads.or(file.media_threads),
             max_video_processes: self.max_video_processes.or(file.max_video_processes),
             media_timeout_s: self.media_timeout_s.or(file.media_timeout_s),

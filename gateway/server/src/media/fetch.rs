@@ -7,12 +7,14 @@ use std::time::Duration;
 
 use bytes::{Bytes, BytesMut};
 use reqwest::header::{ACCEPT_ENCODING, LOCATION};
-use reqwest::{Client, Response, dns};
+use reqwest::{Client, Response, StatusCode, dns};
 use tokio::time::Instant;
 use url::Url;
 
 use super::address::AddressPolicy;
+use super::cache::ByteCache;
 use super::data_url::too_large;
+use super::fetch_cache::Stored;
 use crate::admission::{Admission, ByteLease};
 use crate::error::{ErrorKind, GatewayError};
 
@@ -25,14 +27,27 @@ pub struct Fetcher {
     policy: Arc<AddressPolicy>,
     max_bytes: u64,
     timeout: Duration,
+    /// Bodies by the URL that gave them (redirects are followed anew each time).
+    stored: ByteCache<String, Stored>,
     /// Made on first use: reading the system's certificates takes time and memory.
     client: OnceLock<Result<Client, String>>,
 }
 
+/// What one URL says.
+enum Answer {
+    Body(Bytes),
+    Elsewhere(Url),
+}
+
 impl Fetcher {
     /// A fetcher under that policy.
-    pub fn new(policy: AddressPolicy, max_bytes: u64, timeout: Duration) -> Self {
-        Self { policy: Arc::new(policy), max_bytes, timeout, client: OnceLock::new() }
+    pub fn new(
+        policy: AddressPolicy,
+        max_bytes: u64,
+        timeout: Duration,
+        stored: ByteCache<String, Stored>,
+    ) -> Self {
+        Self { policy: Arc::new(policy), max_bytes, timeout, stored, client: OnceLock::new() }
     }
 
     /// The bytes behind an `http:` or `https:` URL, held under `lease`.
@@ -47,10 +62,7 @@ impl Fetcher {
         lease: &mut ByteLease,
     ) -> Result<Bytes, GatewayError> {
         let deadline = Instant::now() + self.timeout;
-        let work = async {
-            let response = self.follow(url).await?;
-            self.read(response, admission, lease).await
-        };
+        let work = self.follow(url, admission, lease);
         tokio::time::timeout_at(deadline, work).await.map_err(|_| {
             let limit = self.timeout.as_secs();
             GatewayError::new(
@@ -61,7 +73,12 @@ impl Fetcher {
     }
 
     /// Requests the URL and at most three redirects.
-    async fn follow(&self, url: &str) -> Result<Response, GatewayError> {
+    async fn follow(
+        &self,
+        url: &str,
+        admission: &Admission,
+        lease: &mut ByteLease,
+    ) -> Result<Bytes, GatewayError> {
         let mut url = Url::parse(url).map_err(|error| {
             let message = format!("the media URL is not data:, http: or https: ({error})");
             let mut error = GatewayError::new(ErrorKind::InvalidRequest, message);
@@ -70,17 +87,64 @@ impl Fetcher {
         })?;
         for _ in 0..=MAX_REDIRECTS {
             self.policy.check_url(&url)?;
-            let request = self.client()?.get(url.clone()).header(ACCEPT_ENCODING, "identity");
-            let response = request.send().await.map_err(|error| send_failure(&error))?;
-            if !response.status().is_redirection() {
-                return check_status(response);
+            match self.request(&url, admission, lease).await? {
+                Answer::Body(bytes) => return Ok(bytes),
+                Answer::Elsewhere(next) => url = next,
             }
-            url = redirect_target(&url, &response)?;
         }
         Err(GatewayError::new(
             ErrorKind::MediaOriginFailed,
             format!("the media URL redirects more than {MAX_REDIRECTS} times"),
         ))
+    }
+
+    /// Asks one URL, or takes what an earlier answer allows to be used again.
+    async fn request(
+        &self,
+        url: &Url,
+        admission: &Admission,
+        lease: &mut ByteLease,
+    ) -> Result<Answer, GatewayError> {
+        let key = url.as_str().to_owned();
+        let stored = self.stored.get(&key);
+        let mut request = self.client()?.get(url.clone()).header(ACCEPT_ENCODING, "identity");
+        if let Some(stored) = &stored {
+            if stored.is_fresh(Instant::now()) {
+                admission.grow(lease, stored.bytes.len() as u64)?;
+                return Ok(Answer::Body(stored.bytes.clone()));
+            }
+            for (name, value) in stored.question() {
+                request = request.header(name, value);
+            }
+        }
+        let response = request.send().await.map_err(|error| send_failure(&error))?;
+        if let Some(stored) = stored
+            && response.status() == StatusCode::NOT_MODIFIED
+        {
+            admission.grow(lease, stored.bytes.len() as u64)?;
+            match stored.renewed(response.headers(), Instant::now()) {
+                Some(renewed) => self.keep(key, renewed),
+                None => self.stored.remove(&key),
+            }
+            return Ok(Answer::Body(stored.bytes));
+        }
+        if response.status().is_redirection() {
+            return redirect_target(url, &response).map(Answer::Elsewhere);
+        }
+        let response = check_status(response)?;
+        let is_plain = response.status() == StatusCode::OK;
+        let (headers, received) = (response.headers().clone(), Instant::now());
+        let bytes = self.read(response, admission, lease).await?;
+        match Stored::of(&headers, bytes.clone(), received).filter(|_| is_plain) {
+            Some(fresh) => self.keep(key, fresh),
+            None => self.stored.remove(&key),
+        }
+        Ok(Answer::Body(bytes))
+    }
+
+    fn keep(&self, key: String, stored: Stored) {
+        let bytes = (key.len() + stored.bytes.len()) as u64;
+        self.stored.put(key, stored, bytes);
     }
 
     async fn read(

@@ -1,47 +1,61 @@
 //! Media from URL to patches: fetch, plan from the header alone, and make pixels when asked.
 
 mod address;
+mod cache;
 mod data_url;
+pub(crate) mod fair;
 mod fetch;
+mod fetch_cache;
 pub mod ffmpeg;
+mod limits;
+mod send;
+mod source;
+mod work;
 
 use std::collections::HashMap;
 use std::sync::Arc;
-use std::time::Instant;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::time::Duration;
 
-use bytes::Bytes;
 use futures::stream::{self, StreamExt, TryStreamExt};
 use gateway_core::conversation::MediaRef;
 use gateway_core::model::{MediaKind, MediaPlan, ModelSpec};
-use gateway_media::decode::{DecodeLimits, decode_image, read_header};
-use gateway_media::hash::{media_hash, sha256};
-use gateway_media::patchify::{patchify_clip, patchify_still};
-use gateway_media::resize::{Resizer, resize};
-use gateway_media::{ImageSize, MediaError, MediaHash, PatchLayout, RgbFrame};
+use gateway_media::hash::media_hash;
+use gateway_media::{MediaError, MediaHash, PatchLayout};
+use tokio::sync::OnceCell;
 
 use address::AddressPolicy;
+use cache::ByteCache;
 use fetch::Fetcher;
-use ffmpeg::{ClipProbe, Ffmpeg, FfmpegLimits, MemoryFile};
+use ffmpeg::{Ffmpeg, FfmpegLimits};
+use send::{Patches, Turns};
+use source::{Content, Facts, FactsKey, Source};
+use work::{Share, WorkRooms};
 
-use crate::admission::{Admission, ByteLease};
-use crate::blocking::BlockingPool;
-use crate::config::MediaConfig;
+use crate::admission::Admission;
+use crate::config::{MediaConfig, MediaLimits};
 use crate::error::{ErrorKind, GatewayError};
-use crate::telemetry::{MediaClass, Metrics};
-use crate::workers::ItemUpload;
+use crate::telemetry::{CacheClass, MediaClass, Metrics};
 
 /// Items of one request that are fetched and probed at a time.
 const ITEMS_AT_ONCE: usize = 8;
 /// Changes whenever the same source and parameters give other pixels than before.
 const PIXEL_REVISION: u32 = 1;
 
+/// Bytes of a pixel in a patch row.
+const CHANNELS: u64 = 3;
+
 /// Does the media work of all requests, within fixed bounds.
 pub struct MediaLoader {
     fetcher: Fetcher,
     ffmpeg: Ffmpeg,
-    pool: BlockingPool,
+    rooms: WorkRooms,
+    facts: ByteCache<FactsKey, Facts>,
+    patches: ByteCache<MediaHash, Patches>,
+    turns: Turns,
     max_bytes: u64,
-    limits: DecodeLimits,
+    timeout: Duration,
+    limits: MediaLimits,
     metrics: Arc<Metrics>,
 }
 
@@ -56,26 +70,29 @@ pub struct PlannedMedia {
     pub frames_per_patch: u32,
     source: Arc<Source>,
     param: String,
+    share: Arc<Share>,
+    /// Where the patches go if another item of the request has the same.
+    twin: Option<Arc<OnceCell<Patches>>>,
 }
 
-/// The bytes behind one URL and what their header says.
-#[derive(Debug)]
-struct Source {
-    sha256: [u8; 32],
-    content: Content,
-    _lease: ByteLease,
-}
+impl PlannedMedia {
+    /// Pixels that must be decoded for it.
+    fn decoded_pixels(&self) -> u64 {
+        match &self.source.content {
+            Content::Still { header, .. } => header.size.pixels(),
+            Content::Clip { probe, .. } => probe.decoded_pixels(&self.plan.frames),
+        }
+    }
 
-#[derive(Debug)]
-enum Content {
-    Still { bytes: Bytes, size: ImageSize },
-    Clip { file: MemoryFile, probe: ClipProbe },
+    fn patch_bytes(&self, layout: PatchLayout) -> u64 {
+        let pixels = u64::from(layout.patch_size).pow(2) * u64::from(self.frames_per_patch);
+        self.plan.grid.patches() * CHANNELS * pixels
+    }
 }
 
 impl MediaLoader {
     /// A loader with these bounds; FFmpeg is looked for in the directories of `PATH`.
     pub fn new(config: &MediaConfig, metrics: Arc<Metrics>) -> Self {
-        let limits = DecodeLimits::default();
         let policy = AddressPolicy {
             allow_private: config.allow_private,
             allowed_hosts: config.allowed_hosts.clone(),
@@ -83,15 +100,25 @@ impl MediaLoader {
         let ffmpeg_limits = FfmpegLimits {
             max_processes: config.max_video_processes,
             timeout: config.timeout,
-            decode: limits,
+            max_frame_pixels: config.limits.max_image_pixels,
+            max_decoded_pixels: config.limits.max_decoded_pixels,
+            max_duration: config.limits.max_video_duration,
         };
         let search_path = std::env::var_os("PATH");
+        // patches spare the most work a byte; facts are small
+        let (facts, fetched) = (config.cache_bytes / 16, config.cache_bytes / 16 * 7);
+        let patches = config.cache_bytes - facts - fetched;
+        let stored = ByteCache::new(CacheClass::Fetched, fetched, Arc::clone(&metrics));
         Self {
-            fetcher: Fetcher::new(policy, config.max_bytes, config.timeout),
+            fetcher: Fetcher::new(policy, config.max_bytes, config.timeout, stored),
             ffmpeg: Ffmpeg::find(search_path.as_deref(), ffmpeg_limits, Arc::clone(&metrics)),
-            pool: BlockingPool::new(config.threads),
+            rooms: WorkRooms::new(config.threads, config.work_bytes),
+            facts: ByteCache::new(CacheClass::Facts, facts, Arc::clone(&metrics)),
+            patches: ByteCache::new(CacheClass::Patches, patches, Arc::clone(&metrics)),
+            turns: Turns::default(),
             max_bytes: config.max_bytes,
-            limits,
+            timeout: config.timeout,
+            limits: config.limits,
             metrics,
         }
     }
@@ -101,7 +128,8 @@ impl MediaLoader {
         self.ffmpeg.missing()
     }
 
-    /// Fetches every item (each URL once) and plans it from its header.
+    /// Fetches every item (each network URL once), plans it from its header and holds the sum to
+    /// the limits.
     ///
     /// # Errors
     /// The first item that is refused, with its place in the request.
@@ -111,160 +139,90 @@ impl MediaLoader {
         spec: &dyn ModelSpec,
         admission: &Admission,
     ) -> Result<Vec<PlannedMedia>, GatewayError> {
-        let mut places = HashMap::new();
-        let mut unique = Vec::new();
-        let mut place_of = Vec::with_capacity(items.len());
-        for item in &items {
-            let place = *places.entry((item.kind, item.url.as_str())).or_insert_with(|| {
-                unique.push(item);
-                unique.len() - 1
-            });
-            place_of.push(place);
-        }
-        let sources: Vec<Arc<Source>> = stream::iter(unique.into_iter().cloned())
+        let items: Vec<Arc<MediaRef>> = items.into_iter().map(Arc::new).collect();
+        let (unique, place_of) = distinct(&items);
+        let share = Arc::new(Share::default());
+        let (total, share_ref) = (&AtomicU64::new(0), &*share);
+        let sources: Vec<Arc<Source>> = stream::iter(unique)
             .map(|item| async move {
-                let source = self.source(&item, admission).await;
-                source.map(Arc::new).map_err(|error| error.at(&item.param))
+                let source = self.source(&item, admission, share_ref).await;
+                let checked = source.and_then(|source| {
+                    let bytes = total.fetch_add(source.len, Ordering::Relaxed) + source.len;
+                    limits::check_bytes(bytes, &self.limits).map(|()| Arc::new(source))
+                });
+                checked.map_err(|error| error.at(&item.param))
             })
             .buffered(ITEMS_AT_ONCE)
             .try_collect()
             .await?;
-        items
-            .into_iter()
+        let mut planned = items
+            .iter()
             .zip(place_of)
-            .map(|(item, place)| planned(item, Arc::clone(&sources[place]), spec))
-            .collect()
+            .map(|(item, place)| planned(item, Arc::clone(&sources[place]), &share, spec))
+            .collect::<Result<Vec<_>, _>>()?;
+        limits::check(&planned, &self.limits)?;
+        mark_twins(&mut planned);
+        Ok(planned)
     }
+}
 
-    async fn source(&self, item: &MediaRef, admission: &Admission) -> Result<Source, GatewayError> {
-        let begin = Instant::now();
-        let mut lease = ByteLease::default();
-        let bytes = if data_url::is_data_url(&item.url) {
-            admission.grow(&mut lease, (item.url.len() as u64 / 4 * 3).min(self.max_bytes))?;
-            let (url, max_bytes) = (item.url.clone(), self.max_bytes);
-            Bytes::from(self.pool.run(move || data_url::decode(&url, max_bytes)).await??)
+/// The items to fetch, and which of them each item is. Texts of data: URLs are not compared: they
+/// are long, and what they hold is compared by its hash anyway.
+fn distinct(items: &[Arc<MediaRef>]) -> (Vec<Arc<MediaRef>>, Vec<usize>) {
+    let mut places = HashMap::new();
+    let mut unique = Vec::new();
+    let place_of = items.iter().map(|item| {
+        let fresh = unique.len();
+        let place = if data_url::is_data_url(&item.url) {
+            fresh
         } else {
-            self.fetcher.fetch(&item.url, admission, &mut lease).await?
+            *places.entry((item.kind, item.url.as_str())).or_insert(fresh)
         };
-        self.metrics.media_fetched(class(item.kind), bytes.len() as u64, begin.elapsed());
-        let hashed = bytes.clone();
-        let sha256 = self.pool.run(move || sha256(&hashed)).await?;
-        let content = match item.kind {
-            MediaKind::Image => self.still(bytes)?,
-            MediaKind::Video => self.clip(bytes).await?,
-        };
-        Ok(Source { sha256, content, _lease: lease })
-    }
-
-    fn still(&self, bytes: Bytes) -> Result<Content, GatewayError> {
-        let header = read_header(&bytes).map_err(media_refusal)?;
-        if header.size.pixels() > self.limits.max_pixels {
-            let limit = self.limits.max_pixels;
-            return Err(media_refusal(MediaError::TooManyPixels { size: header.size, limit }));
+        if place == fresh {
+            unique.push(Arc::clone(item));
         }
-        Ok(Content::Still { bytes, size: header.size })
-    }
+        place
+    });
+    let place_of = place_of.collect();
+    (unique, place_of)
+}
 
-    async fn clip(&self, bytes: Bytes) -> Result<Content, GatewayError> {
-        if let Some(missing) = self.ffmpeg.missing() {
-            return Err(GatewayError::new(
-                ErrorKind::MediaUnavailable,
-                format!("clips cannot be read: {missing}"),
-            ));
-        }
-        let file = self.pool.run(move || MemoryFile::new(&bytes)).await?;
-        let file = file.map_err(|error| GatewayError::internal(format!("memory file: {error}")))?;
-        let probe = self.ffmpeg.probe(&file).await?;
-        Ok(Content::Clip { file, probe })
+/// Gives items that are the same one place for their patches.
+fn mark_twins(planned: &mut [PlannedMedia]) {
+    let mut counts: HashMap<MediaHash, usize> = HashMap::new();
+    for item in planned.iter() {
+        *counts.entry(item.hash).or_default() += 1;
     }
-
-    /// Makes one item's patches and sends them.
-    ///
-    /// # Errors
-    /// `MediaRejected` if the item breaks while it is decoded; what the upload meets.
-    pub async fn send(
-        &self,
-        item: &PlannedMedia,
-        layout: PatchLayout,
-        mut upload: ItemUpload,
-    ) -> Result<(), GatewayError> {
-        let begin = Instant::now();
-        let sent = match &item.source.content {
-            Content::Still { bytes, .. } => self.send_still(item, bytes, layout, &mut upload).await,
-            Content::Clip { file, probe } => {
-                self.send_clip(item, (file, probe), layout, &mut upload).await
-            }
-        };
-        sent.map_err(|error| error.at(&item.param))?;
-        self.metrics.media_sent(class(item.plan.kind), upload.sent_bytes(), begin.elapsed());
-        upload.finish()
-    }
-
-    async fn send_still(
-        &self,
-        item: &PlannedMedia,
-        bytes: &Bytes,
-        layout: PatchLayout,
-        upload: &mut ItemUpload,
-    ) -> Result<(), GatewayError> {
-        let (bytes, target, limits) = (bytes.clone(), item.plan.target, self.limits);
-        let work = move || {
-            let frame = decode_image(&bytes, &limits)?;
-            Ok::<_, MediaError>(patchify_still(&resize(&frame, target), layout))
-        };
-        let patches = self.pool.run(work).await?.map_err(media_refusal)?;
-        upload.push(Bytes::from(patches.bytes)).await
-    }
-
-    /// One temporal patch after the other: never more than a few frames are held.
-    async fn send_clip(
-        &self,
-        item: &PlannedMedia,
-        (file, probe): (&MemoryFile, &ClipProbe),
-        layout: PatchLayout,
-        upload: &mut ItemUpload,
-    ) -> Result<(), GatewayError> {
-        let resizer = Arc::new(Resizer::new(probe.info.size, item.plan.target));
-        let mut stream = self.ffmpeg.frames(file, probe, &item.plan.frames).await?;
-        let mut slice: Vec<RgbFrame> = Vec::new();
-        let mut next = stream.next().await?;
-        while let Some(frame) = next {
-            let resizer = Arc::clone(&resizer);
-            // the child decodes the next frame meanwhile
-            let resized = self.pool.run(move || resizer.resize(&frame));
-            let (resized, following) = tokio::join!(resized, stream.next());
-            slice.push(resized?);
-            next = following?;
-            if slice.len() == layout.temporal_patch_size as usize || next.is_none() {
-                let frames = std::mem::take(&mut slice);
-                let patches = self.pool.run(move || patchify_clip(&frames, layout)).await?;
-                upload.push(Bytes::from(patches.bytes)).await?;
-            }
-        }
-        Ok(())
-    }
-
-    /// One item was not sent because the worker still held it.
-    pub fn count_held(&self, item: &PlannedMedia) {
-        self.metrics.media_held(class(item.plan.kind));
+    let mut cells: HashMap<MediaHash, Arc<OnceCell<Patches>>> = HashMap::new();
+    for item in planned.iter_mut().filter(|item| counts[&item.hash] > 1) {
+        item.twin = Some(Arc::clone(cells.entry(item.hash).or_default()));
     }
 }
 
 fn planned(
-    item: MediaRef,
+    item: &MediaRef,
     source: Arc<Source>,
+    share: &Arc<Share>,
     spec: &dyn ModelSpec,
 ) -> Result<PlannedMedia, GatewayError> {
     let layout = spec.patch_layout();
     let (plan, frames_per_patch) = match &source.content {
-        Content::Still { size, .. } => (spec.plan_image(*size, &item.controls), 1),
+        Content::Still { header, .. } => (spec.plan_image(header.size, &item.controls), 1),
         Content::Clip { probe, .. } => {
             (spec.plan_clip(&probe.info, &item.controls), layout.temporal_patch_size)
         }
     };
     let plan = plan.map_err(|error| GatewayError::from(error).at(&item.param))?;
     let hash = media_hash(&source.sha256, &pixel_parameters(&plan, layout));
-    Ok(PlannedMedia { plan, hash, frames_per_patch, source, param: item.param })
+    Ok(PlannedMedia {
+        plan,
+        hash,
+        frames_per_patch,
+        source,
+        param: item.param.clone(),
+        share: Arc::clone(share),
+        twin: None,
+    })
 }
 
 /// Every parameter that changes pixels or their order, as text.

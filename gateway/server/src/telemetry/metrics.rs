@@ -2,6 +2,7 @@
 
 use std::time::Duration;
 
+use super::caches::{CacheClass, CacheCounts};
 use super::exposition::{Counter, Gauge, Histogram, Page};
 use crate::error::ErrorKind;
 
@@ -108,6 +109,7 @@ pub struct Metrics {
     media_patch_bytes: Box<[Counter]>,
     media_items: Box<[Counter]>,
     video_processes: Gauge,
+    media_caches: CacheCounts,
     retries: Counter,
 }
 
@@ -138,6 +140,7 @@ impl Default for Metrics {
             media_patch_bytes: counters(media),
             media_items: counters(media * SHIPMENTS.len()),
             video_processes: Gauge::default(),
+            media_caches: CacheCounts::default(),
             retries: Counter::default(),
         }
     }
@@ -217,6 +220,16 @@ impl Metrics {
     /// FFmpeg processes alive now.
     pub fn video_processes_now(&self) -> i64 {
         self.video_processes.value()
+    }
+
+    /// A look into a media cache.
+    pub fn cache_lookup(&self, class: CacheClass, is_hit: bool) {
+        self.media_caches.lookup(class, is_hit);
+    }
+
+    /// What a media cache holds now.
+    pub fn cache_bytes(&self, class: CacheClass, bytes: u64) {
+        self.media_caches.set_bytes(class, bytes);
     }
 
     /// A request was given to a second worker.
@@ -343,6 +356,7 @@ impl Metrics {
         let name = "m3stack_gateway_video_processes";
         page.head(name, "gauge", "FFmpeg processes alive.");
         page.sample(name, "", self.video_processes.value());
+        self.media_caches.write(page);
     }
 }
 

@@ -1,8 +1,10 @@
 //! What the gateway tells its operators: log lines here, numbers in `metrics`.
 
+mod caches;
 mod exposition;
 mod metrics;
 
+pub use caches::CacheClass;
 pub use metrics::{MediaClass, Metrics, RouteLabel, TokenClass, WorkerCount};
 
 use tracing_subscriber::EnvFilter;
@@ -21,7 +23,11 @@ pub fn start_logging(level: LogLevel, format: LogFormat) {
     let filter = EnvFilter::new(format!(
         "error,gateway_server={level},gateway_core={level},gateway_media={level}"
     ));
-    let builder = tracing_subscriber::fmt().with_env_filter(filter).with_writer(std::io::stderr);
+    let is_terminal = std::io::IsTerminal::is_terminal(&std::io::stderr());
+    let builder = tracing_subscriber::fmt()
+        .with_env_filter(filter)
+        .with_ansi(is_terminal)
+        .with_writer(std::io::stderr);
     let outcome = match format {
         LogFormat::Text => builder.with_target(false).try_init(),
         LogFormat::Json => builder.json().flatten_event(true).try_init(),

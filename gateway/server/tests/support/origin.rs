@@ -55,7 +55,27 @@ async fn answer(mut stream: TcpStream, address: SocketAddr) {
     }
     let head = String::from_utf8_lossy(&head).into_owned();
     let path = head.split(' ').nth(1).unwrap_or("/").to_owned();
+    if let Some(rest) = path.strip_prefix("/kept/") {
+        let _ = kept(&mut stream, rest, &head).await;
+        return;
+    }
     let _ = write(&mut stream, &path, address).await;
+}
+
+/// `/kept/TERMS/NAME`: a file with `Cache-Control: TERMS` and an entity tag; 304 if it is asked
+/// whether that tag still holds.
+async fn kept(stream: &mut TcpStream, rest: &str, head: &str) -> std::io::Result<()> {
+    let (terms, name) = rest.split_once('/').unwrap_or(("", rest));
+    let fields = format!("Cache-Control: {terms}\r\nETag: \"{name}\"\r\nConnection: close");
+    if head.to_ascii_lowercase().contains("if-none-match:") {
+        let reply = format!("HTTP/1.1 304 Not Modified\r\n{fields}\r\n\r\n");
+        return stream.write_all(reply.as_bytes()).await;
+    }
+    let bytes = std::fs::read(super::media_directory().join(name))?;
+    let length = bytes.len();
+    let reply = format!("HTTP/1.1 200 OK\r\n{fields}\r\nContent-Length: {length}\r\n\r\n");
+    stream.write_all(reply.as_bytes()).await?;
+    stream.write_all(&bytes).await
 }
 
 async fn write(stream: &mut TcpStream, path: &str, address: SocketAddr) -> std::io::Result<()> {

@@ -11,8 +11,8 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use tokio::process::{Child, ChildStdout, Command};
-use tokio::sync::OwnedSemaphorePermit;
 
+use crate::media::fair::Place;
 use crate::telemetry::Metrics;
 
 /// Address space: decoders of 8K clips stay below it, a bomb does not pass it.
@@ -71,7 +71,7 @@ pub(super) struct Confined {
     child: Child,
     messages: File,
     metrics: Arc<Metrics>,
-    _place: OwnedSemaphorePermit,
+    _place: Place,
 }
 
 /// What a child needs to start.
@@ -90,7 +90,7 @@ impl Confined {
     /// What the system said; `NotFound` if the program is not there.
     pub(super) fn start(
         launch: &Launch<'_>,
-        place: OwnedSemaphorePermit,
+        place: Place,
         metrics: &Arc<Metrics>,
     ) -> std::io::Result<Self> {
         let messages = anonymous_file(libc::MFD_CLOEXEC)?;

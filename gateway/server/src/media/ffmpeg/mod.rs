@@ -3,6 +3,7 @@
 mod confine;
 mod frames;
 mod probe;
+mod segments;
 mod select;
 #[cfg(test)]
 mod tests;
@@ -12,16 +13,16 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use tokio::io::AsyncReadExt;
-use tokio::sync::{OnceCell, Semaphore};
+use tokio::sync::OnceCell;
 use tokio::time::Instant;
 
 use confine::{Confined, Launch};
-use gateway_media::decode::DecodeLimits;
 
 pub use confine::MemoryFile;
 pub use frames::FrameStream;
 pub use probe::ClipProbe;
 
+use super::fair::{FairQueue, Flow};
 use crate::error::{ErrorKind, GatewayError};
 use crate::telemetry::Metrics;
 
@@ -29,6 +30,8 @@ use crate::telemetry::Metrics;
 const FORMATS: &str = "mov,matroska,avi,mpegts,mpeg,flv,ogg,asf,gif";
 /// Most bytes a probe may print: some million frames.
 const MAX_PROBE_BYTES: usize = 64 << 20;
+/// What starting a child costs, in pixels decoded meanwhile.
+const START_PIXELS: u64 = 120_000_000;
 /// Processor time a child may use for each second it may take.
 const CPU_PER_WALL: u32 = 4;
 
@@ -36,10 +39,9 @@ const CPU_PER_WALL: u32 = 4;
 pub struct Ffmpeg {
     programs: Result<Programs, String>,
     has_fps_mode: OnceCell<bool>,
-    places: Arc<Semaphore>,
+    places: Arc<FairQueue>,
     threads: u32,
-    timeout: Duration,
-    limits: DecodeLimits,
+    limits: FfmpegLimits,
     metrics: Arc<Metrics>,
 }
 
@@ -56,7 +58,11 @@ pub struct FfmpegLimits {
     /// Time for one run.
     pub timeout: Duration,
     /// Largest frame.
-    pub decode: DecodeLimits,
+    pub max_frame_pixels: u64,
+    /// Most pixels of all frames that are decoded only to learn which frames there are.
+    pub max_decoded_pixels: u64,
+    /// Longest clip.
+    pub max_duration: Duration,
 }
 
 impl Ffmpeg {
@@ -70,10 +76,9 @@ impl Ffmpeg {
         Self {
             programs: find_programs(search_path),
             has_fps_mode: OnceCell::new(),
-            places: Arc::new(Semaphore::new(limits.max_processes as usize)),
+            places: FairQueue::new(u64::from(limits.max_processes)),
             threads: (cores / limits.max_processes).clamp(1, 8),
-            timeout: limits.timeout,
-            limits: limits.decode,
+            limits,
             metrics,
         }
     }
@@ -87,76 +92,51 @@ impl Ffmpeg {
     /// trusted and by decoding where it cannot.
     ///
     /// # Errors
-    /// `MediaRejected` for what is no clip, `MediaUnavailable` without FFmpeg, `DeadlineExceeded`.
-    pub async fn probe(&self, clip: &MemoryFile) -> Result<ClipProbe, GatewayError> {
-        let listing = self.run_probe(clip, probe::PACKET_ENTRIES).await?;
+    /// `MediaRejected` for what is no clip or passes a limit, `MediaUnavailable` without FFmpeg,
+    /// `DeadlineExceeded`.
+    pub async fn probe(&self, clip: &MemoryFile, flow: &Flow) -> Result<ClipProbe, GatewayError> {
+        let listing = self.run_probe(clip, probe::PACKET_ENTRIES, (flow, START_PIXELS)).await?;
         let listing = probe::Listing::parse(&listing)?;
-        listing.check_size(self.limits.max_pixels)?;
-        if listing.is_trustworthy() {
-            return listing.into_probe();
-        }
-        let decoded = self.run_probe(clip, probe::FRAME_ENTRIES).await?;
-        listing.with_frames_of(&probe::Listing::parse(&decoded)?).into_probe()
+        listing.check_size(self.limits.max_frame_pixels)?;
+        listing.check_length(&self.limits)?;
+        let probe = if listing.is_trustworthy() {
+            listing.into_probe()?
+        } else {
+            let cost = START_PIXELS + listing.coded_pixels();
+            let decoded = self.run_probe(clip, probe::FRAME_ENTRIES, (flow, cost)).await?;
+            listing.with_frames_of(&probe::Listing::parse(&decoded)?).into_probe()?
+        };
+        probe::check_duration(probe.info.duration_s, &self.limits)?;
+        Ok(probe)
     }
 
     /// Decodes exactly these frames (ascending numbers), in order, upright, at source size.
     ///
     /// # Errors
     /// `MediaUnavailable` without FFmpeg; what the system said, as `Internal`.
-    pub async fn frames(
-        &self,
-        clip: &MemoryFile,
-        probe: &ClipProbe,
-        frames: &[u64],
-    ) -> Result<FrameStream, GatewayError> {
+    pub async fn frames<'a>(
+        &'a self,
+        clip: &'a MemoryFile,
+        probe: &'a ClipProbe,
+        frames: &'a [u64],
+        flow: &'a Flow,
+    ) -> Result<FrameStream<'a>, GatewayError> {
         let programs = self.programs()?;
         let has_fps_mode = *self
             .has_fps_mode
-            .get_or_try_init(|| async { self.read_version(&programs.ffmpeg).await })
+            .get_or_try_init(|| async { self.read_version(&programs.ffmpeg, flow).await })
             .await?;
-        let threads = self.threads.to_string();
-        let filter = frames::filter(probe, frames);
-        let mut arguments = strings(&[
-            "-nostdin",
-            "-hide_banner",
-            "-loglevel",
-            "error",
-            "-threads",
-            &threads,
-            "-protocol_whitelist",
-            "file",
-            "-format_whitelist",
-            FORMATS,
-            "-noautorotate",
-            "-i",
-            &clip.path_in_child(),
-            "-map",
-            "0:V:0",
-            "-an",
-            "-sn",
-            "-dn",
-            "-vf",
-            &filter,
-        ]); // one argument vector, written by us alone
-        let sync = if has_fps_mode { "-fps_mode" } else { "-vsync" };
-        let count = frames.len().to_string();
-        arguments.extend(strings(&[
-            sync,
-            "passthrough",
-            "-frames:v",
-            &count,
-            "-f",
-            "rawvideo",
-            "-pix_fmt",
-            "rgb24",
-            "pipe:1",
-        ]));
-        let child = self.start(&programs.ffmpeg, &arguments, Some(clip)).await?;
-        FrameStream::new(child, probe, frames.len(), self.timeout)
+        let job = frames::Job { ffmpeg: self, clip, probe, frames, flow, has_fps_mode };
+        Ok(FrameStream::new(job))
     }
 
     /// Runs ffprobe and gives all it prints.
-    async fn run_probe(&self, clip: &MemoryFile, entries: &str) -> Result<Vec<u8>, GatewayError> {
+    async fn run_probe(
+        &self,
+        clip: &MemoryFile,
+        entries: &str,
+        turn: (&Flow, u64),
+    ) -> Result<Vec<u8>, GatewayError> {
         let programs = self.programs()?;
         let threads = self.threads.to_string();
         let arguments = strings(&[
@@ -177,7 +157,7 @@ impl Ffmpeg {
             "compact",
             &clip.path_in_child(),
         ]);
-        let mut child = self.start(&programs.ffprobe, &arguments, Some(clip)).await?;
+        let mut child = self.start(&programs.ffprobe, &arguments, Some(clip), turn).await?;
         let output = self.collect(&mut child).await?;
         if output.is_empty() {
             let reason = child.messages();
@@ -193,13 +173,13 @@ impl Ffmpeg {
             .take_output()
             .ok_or_else(|| GatewayError::internal("the child's output was already taken"))?;
         let mut output = Vec::new();
-        let deadline = Instant::now() + self.timeout;
+        let deadline = Instant::now() + self.limits.timeout;
         let reading = async {
             while stdout.read_buf(&mut output).await? > 0 && output.len() <= MAX_PROBE_BYTES {}
             child.wait().await
         };
         match tokio::time::timeout_at(deadline, reading).await {
-            Err(_) => Err(too_slow(self.timeout)),
+            Err(_) => Err(too_slow(self.limits.timeout)),
             Ok(Err(error)) => Err(GatewayError::internal(format!("ffprobe: {error}"))),
             Ok(Ok(_)) if output.len() > MAX_PROBE_BYTES => {
                 Err(rejected("the clip has too many frames to be listed"))
@@ -213,12 +193,10 @@ impl Ffmpeg {
         program: &Path,
         arguments: &[String],
         input: Option<&MemoryFile>,
+        (flow, cost): (&Flow, u64),
     ) -> Result<Confined, GatewayError> {
-        let place = Arc::clone(&self.places)
-            .acquire_owned()
-            .await
-            .map_err(|_| GatewayError::internal("the pool of video processes is closed"))?;
-        let launch = Launch { program, arguments, input, cpu_time: self.timeout * CPU_PER_WALL };
+        let place = self.places.enter(flow, 1, cost).await;
+        let launch = Launch { program, arguments, input, cpu_time: self.limits.timeout * CPU_PER_WALL };
         Confined::start(&launch, place, &self.metrics).map_err(|error| {
             if error.kind() == std::io::ErrorKind::NotFound {
                 unavailable(&format!("{} is gone", program.display()))
@@ -229,8 +207,8 @@ impl Ffmpeg {
     }
 
     /// Whether this FFmpeg knows `-fps_mode` (5.1 and later; `-vsync` left with 8).
-    async fn read_version(&self, ffmpeg: &Path) -> Result<bool, GatewayError> {
-        let mut child = self.start(ffmpeg, &strings(&["-version"]), None).await?;
+    async fn read_version(&self, ffmpeg: &Path, flow: &Flow) -> Result<bool, GatewayError> {
+        let mut child = self.start(ffmpeg, &strings(&["-version"]), None, (flow, START_PIXELS)).await?;
         let output = self.collect(&mut child).await?;
         Ok(knows_fps_mode(&String::from_utf8_lossy(&output)))
     }

@@ -3,10 +3,11 @@
 use gateway_media::{ClipInfo, ImageSize};
 
 use super::rejected;
+use super::segments::{self, SeekTable};
 use crate::error::GatewayError;
 
 /// Asks for the stream and its packets: nothing is decoded.
-pub(super) const PACKET_ENTRIES: &str = "packet=pts_time,flags:\
+pub(super) const PACKET_ENTRIES: &str = "packet=pts,pts_time,flags:format=format_name:\
      stream=codec_name,width,height,avg_frame_rate,nb_frames:stream_side_data=displaymatrix";
 /// Asks for the decoded frames.
 pub(super) const FRAME_ENTRIES: &str = "frame=best_effort_timestamp_time:\
@@ -31,12 +32,16 @@ pub struct ClipProbe {
     pub(super) coded: ImageSize,
     /// Filters that turn a coded frame upright; empty if it is.
     pub(super) turn: &'static str,
+    /// Where decoding can begin besides the beginning, if the container says so reliably.
+    pub(super) seek: Option<SeekTable>,
 }
 
 /// One run of ffprobe.
 #[derive(Debug, Default)]
 pub(super) struct Listing {
     stream: Option<Stream>,
+    /// FFmpeg's names of the container.
+    container: String,
     packets: Vec<Packet>,
     /// Times of decoded frames; NaN where unknown.
     frames: Vec<f64>,
@@ -54,10 +59,12 @@ struct Stream {
 }
 
 #[derive(Clone, Copy, Debug)]
-struct Packet {
-    time_s: Option<f64>,
-    is_key: bool,
-    is_discarded: bool,
+pub(super) struct Packet {
+    pub(super) time_s: Option<f64>,
+    /// The same in ticks of the stream.
+    pub(super) pts: Option<i64>,
+    pub(super) is_key: bool,
+    pub(super) is_discarded: bool,
     is_corrupt: bool,
 }
 
@@ -75,6 +82,8 @@ impl Listing {
                 listing.frames.push(time.unwrap_or(f64::NAN));
             } else if let Some(fields) = line.strip_prefix("stream|") {
                 listing.stream = listing.stream.or_else(|| stream(fields));
+            } else if let Some(fields) = line.strip_prefix("format|") {
+                listing.container = value(fields, "format_name").unwrap_or("").to_owned();
             }
         }
         if listing.stream.is_none() {
@@ -96,6 +105,31 @@ impl Listing {
             }
             _ => Ok(()),
         }
+    }
+
+    /// # Errors
+    /// `MediaRejected` for a clip too long, or too much to decode only to learn its frames; with
+    /// the figure and the limit.
+    pub(super) fn check_length(&self, limits: &super::FfmpegLimits) -> Result<(), GatewayError> {
+        let times = self.shown_packet_times();
+        let span = times.last().zip(times.first()).map_or(0.0, |(last, first)| last - first);
+        check_duration(span, limits)?;
+        let cost = self.coded_pixels();
+        if !self.is_trustworthy() && cost > limits.max_decoded_pixels {
+            return Err(rejected(&format!(
+                "the clip must be decoded to count its frames, which takes {cost} pixels ({} \
+                 packets); the limit is {}",
+                self.packets.len(),
+                limits.max_decoded_pixels
+            )));
+        }
+        Ok(())
+    }
+
+    /// Pixels of all packets' frames.
+    pub(super) fn coded_pixels(&self) -> u64 {
+        let pixels = self.stream.as_ref().map_or(0, |stream| stream.coded.pixels());
+        pixels.saturating_mul(self.packets.len() as u64)
     }
 
     /// Whether every packet shown is one frame shown: no decoding needed to count them.
@@ -130,6 +164,7 @@ impl Listing {
     /// `MediaRejected` if there is no frame.
     pub(super) fn into_probe(self) -> Result<ClipProbe, GatewayError> {
         let times = if self.is_decoded { self.frames.clone() } else { self.shown_packet_times() };
+        let seek = self.seek_table();
         let stream = self.stream.ok_or_else(|| rejected("the file holds no video stream"))?;
         if times.is_empty() {
             return Err(rejected("the clip holds no frame that can be decoded"));
@@ -149,7 +184,53 @@ impl Listing {
             frame_times_s,
             coded: stream.coded,
             turn: stream.turn,
+            seek,
         })
+    }
+
+    fn seek_table(&self) -> Option<SeekTable> {
+        let codec = &self.stream.as_ref()?.codec;
+        let is_reliable = !self.is_decoded && self.is_trustworthy();
+        (is_reliable && SeekTable::serves(&self.container, codec))
+            .then(|| SeekTable::new(&self.packets))
+            .flatten()
+    }
+}
+
+/// # Errors
+/// `MediaRejected` with both figures.
+pub(super) fn check_duration(
+    seconds: f64,
+    limits: &super::FfmpegLimits,
+) -> Result<(), GatewayError> {
+    let limit = limits.max_duration.as_secs_f64();
+    if seconds > limit {
+        return Err(rejected(&format!("the clip lasts {seconds:.1} s, the limit is {limit} s")));
+    }
+    Ok(())
+}
+
+impl ClipProbe {
+    /// Pixels that must be decoded for these frames (ascending numbers).
+    pub fn decoded_pixels(&self, frames: &[u64]) -> u64 {
+        let runs = segments::plan(self, frames);
+        let decoded: u64 = runs.iter().map(|run| run.decoded).sum();
+        decoded.saturating_mul(self.coded.pixels())
+    }
+
+    /// Bytes of memory it takes.
+    pub fn bytes(&self) -> u64 {
+        let table = self.seek.as_ref().map_or(0, SeekTable::bytes);
+        self.frame_times_s.len() as u64 * 8 + table + 256
+    }
+}
+
+#[cfg(test)]
+impl Packet {
+    /// A sound packet shown at that tick of a 15360 Hz clock.
+    pub(super) fn for_test(pts: i64, is_key: bool) -> Self {
+        let time_s = Some(pts as f64 / 15360.0);
+        Self { time_s, pts: Some(pts), is_key, is_discarded: false, is_corrupt: false }
     }
 }
 
@@ -157,6 +238,7 @@ fn packet(fields: &str) -> Packet {
     let flags = value(fields, "flags").unwrap_or("");
     Packet {
         time_s: value(fields, "pts_time").and_then(number),
+        pts: value(fields, "pts").and_then(|text| text.parse().ok()),
         is_key: flags.contains('K'),
         is_discarded: flags.contains('D'),
         is_corrupt: flags.contains('C'),
@@ -251,99 +333,4 @@ fn from_first(times: &[f64], fps: f64) -> Vec<f64> {
 }
 
 #[cfg(test)]
-mod tests {
-    use super::*;
-
-    const STREAM: &str =
-        "stream|codec_name=h264|width=128|height=96|avg_frame_rate=10/1|nb_frames=N/A\n";
-
-    fn listing(lines: &str) -> Listing {
-        Listing::parse(format!("{lines}{STREAM}").as_bytes()).unwrap()
-    }
-
-    #[test]
-    fn packets_in_decoding_order_become_times_in_showing_order_from_zero() {
-        let probe = listing(
-            "packet|pts_time=11.4|flags=K_|side_data|\n\npacket|pts_time=11.6|flags=__\n\
-             packet|pts_time=11.5|flags=__\n",
-        );
-        assert!(probe.is_trustworthy());
-        let probe = probe.into_probe().unwrap();
-        assert_eq!(probe.info.num_frames, 3);
-        assert_eq!(probe.info.fps, 10.0);
-        assert!(probe.frame_times_s.iter().zip([0.0, 0.1, 0.2]).all(|(a, b)| (a - b).abs() < 1e-9));
-        assert!((probe.info.duration_s - 0.3).abs() < 1e-9);
-    }
-
-    #[test]
-    fn discarded_packets_are_not_frames() {
-        let probe = listing(
-            "packet|pts_time=-0.1|flags=KD\npacket|pts_time=0.0|flags=__\n\
-             packet|pts_time=0.1|flags=__\n",
-        );
-        assert!(probe.is_trustworthy());
-        assert_eq!(probe.into_probe().unwrap().info.num_frames, 2);
-    }
-
-    #[test]
-    fn what_packets_cannot_tell_is_asked_of_the_decoder() {
-        for lines in [
-            "packet|pts_time=0.0|flags=__\n",
-            "packet|pts_time=N/A|flags=K_\n",
-            "packet|pts_time=0.0|flags=K_\npacket|pts_time=0.0|flags=__\n",
-            "packet|pts_time=0.0|flags=K_C\n",
-        ] {
-            assert!(!listing(lines).is_trustworthy(), "{lines}");
-        }
-        let short = STREAM.replace("N/A", "30");
-        let lines = format!("packet|pts_time=0.0|flags=K_\n{short}");
-        assert!(!Listing::parse(lines.as_bytes()).unwrap().is_trustworthy());
-        let vp8 = STREAM.replace("h264", "vp8");
-        let lines = format!("packet|pts_time=0.0|flags=K_\n{vp8}");
-        assert!(!Listing::parse(lines.as_bytes()).unwrap().is_trustworthy());
-    }
-
-    #[test]
-    fn decoded_frames_decide_when_asked() {
-        let decoded = listing(
-            "frame|best_effort_timestamp_time=0.0\nframe|best_effort_timestamp_time=N/A\n\
-             frame|best_effort_timestamp_time=0.2\n",
-        );
-        let probe = listing("packet|pts_time=0.0|flags=__\n").with_frames_of(&decoded);
-        let probe = probe.into_probe().unwrap();
-        assert_eq!(probe.info.num_frames, 3);
-        assert!((probe.frame_times_s[1] - 0.1).abs() < 1e-9);
-        let nothing = listing("packet|pts_time=0.0|flags=__\n").with_frames_of(&listing(""));
-        assert!(nothing.into_probe().is_err());
-    }
-
-    #[test]
-    fn a_rate_seen_through_rounded_stamps_is_the_containers() {
-        let times: Vec<f64> =
-            (0..90).map(|n| (f64::from(n) / 30.0 * 1000.0).round() / 1000.0).collect();
-        assert_eq!(frame_rate(&times, Some(30.0)), 30.0);
-        assert!((frame_rate(&[0.0, 0.1, 1.0], Some(10.0)) - 2.0).abs() < 1e-9);
-        assert_eq!(frame_rate(&[0.0], Some(25.0)), 25.0);
-        assert_eq!(frame_rate(&[0.0], None), 1.0);
-    }
-
-    #[test]
-    fn each_right_angle_has_its_filter_and_swaps_the_sides() {
-        let matrix = |a: i32, b: i32, c: i32, d: i32| {
-            format!("\\n00000000: {a} {b} 0\\n00000001: {c} {d} 0\\n00000002: 0 0 1073741824\\n")
-        };
-        let one = 65536;
-        assert_eq!(turn(&matrix(0, one, -one, 0)), "transpose=clock");
-        assert_eq!(turn(&matrix(-one, 0, 0, -one)), "hflip,vflip");
-        assert_eq!(turn(&matrix(one, 0, 0, one)), "");
-        assert_eq!(turn(&matrix(46341, 46341, -46341, 46341)), "");
-        let size = ImageSize { width: 128, height: 96 };
-        assert_eq!(upright(size, "transpose=clock"), ImageSize { width: 96, height: 128 });
-        assert_eq!(upright(size, "hflip,vflip"), size);
-    }
-
-    #[test]
-    fn a_file_without_pictures_is_refused() {
-        assert!(Listing::parse(b"format|format_name=mov\n").is_err());
-    }
-}
+mod tests;

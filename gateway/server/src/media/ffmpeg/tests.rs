@@ -15,12 +15,21 @@ fn expectations() -> serde_json::Map<String, Value> {
     all["videos"].as_object().unwrap().clone()
 }
 
-fn ffmpeg() -> Ffmpeg {
-    let limits = FfmpegLimits {
+fn limits() -> FfmpegLimits {
+    FfmpegLimits {
         max_processes: 2,
         timeout: Duration::from_secs(25),
-        decode: DecodeLimits::default(),
-    };
+        max_frame_pixels: 64_000_000,
+        max_decoded_pixels: 50_000_000_000,
+        max_duration: Duration::from_secs(3600),
+    }
+}
+
+fn ffmpeg() -> Ffmpeg {
+    ffmpeg_with(limits())
+}
+
+fn ffmpeg_with(limits: FfmpegLimits) -> Ffmpeg {
     let found =
         Ffmpeg::find(std::env::var_os("PATH").as_deref(), limits, Arc::new(Metrics::default()));
     assert_eq!(found.missing(), None, "these tests need FFmpeg");
@@ -37,7 +46,8 @@ async fn decode(
     probe: &ClipProbe,
     numbers: &[u64],
 ) -> Result<Vec<RgbFrame>, GatewayError> {
-    let mut stream = ffmpeg.frames(clip, probe, numbers).await?;
+    let flow = Flow::default();
+    let mut stream = ffmpeg.frames(clip, probe, numbers, &flow).await?;
     let mut frames = Vec::new();
     while let Some(frame) = stream.next().await? {
         frames.push(frame);
@@ -69,7 +79,10 @@ fn assert_near(found: [u8; 3], expected: &Value, tolerance: u64, place: &str) {
 
 async fn check_good(ffmpeg: &Ffmpeg, name: &str, expect: &Value) {
     let clip = clip(name);
-    let probe = ffmpeg.probe(&clip).await.unwrap_or_else(|error| panic!("{name}: {error:?}"));
+    let probe = ffmpeg
+        .probe(&clip, &Flow::default())
+        .await
+        .unwrap_or_else(|error| panic!("{name}: {error:?}"));
     let size = [probe.info.size.width, probe.info.size.height].map(u64::from);
     assert_eq!(Some(size.as_slice()), sides(&expect["upright_size"]).as_deref(), "{name}");
     assert_eq!(probe.info.num_frames, expect["frames"].as_u64().unwrap(), "{name}");
@@ -142,7 +155,8 @@ async fn every_good_clip_has_the_frames_sizes_times_and_colours_expected() {
 async fn every_bad_clip_is_rejected_and_nothing_is_opened_in_its_name() {
     let ffmpeg = ffmpeg();
     for (name, _) in expectations().iter().filter(|(_, expect)| expect["outcome"] == "error") {
-        let refused = ffmpeg.probe(&clip(name)).await.map(|probe| probe.codec).unwrap_err();
+        let refused =
+            ffmpeg.probe(&clip(name), &Flow::default()).await.map(|probe| probe.codec).unwrap_err();
         assert_eq!(refused.kind, ErrorKind::MediaRejected, "{name}: {refused:?}");
         assert!(!refused.message.contains("/proc"), "{name}: {refused}");
     }
@@ -153,7 +167,7 @@ async fn a_truncated_clip_gives_the_frames_that_can_be_decoded() {
     let ffmpeg = ffmpeg();
     let clip = clip("vid_truncated_tail.mp4");
 
-    let probe = ffmpeg.probe(&clip).await.unwrap();
+    let probe = ffmpeg.probe(&clip, &Flow::default()).await.unwrap();
 
     assert!((1..30).contains(&probe.info.num_frames), "{}", probe.info.num_frames);
     let all: Vec<u64> = (0..probe.info.num_frames).collect();
@@ -166,7 +180,7 @@ async fn a_truncated_clip_gives_the_frames_that_can_be_decoded() {
 async fn a_promise_of_more_frames_than_there_are_is_a_refusal_not_a_repetition() {
     let ffmpeg = ffmpeg();
     let clip = clip("vid_two_frames.mp4");
-    let probe = ffmpeg.probe(&clip).await.unwrap();
+    let probe = ffmpeg.probe(&clip, &Flow::default()).await.unwrap();
 
     let refused = decode(&ffmpeg, &clip, &probe, &[0, 1, 7]).await.unwrap_err();
 
@@ -178,10 +192,11 @@ async fn a_promise_of_more_frames_than_there_are_is_a_refusal_not_a_repetition()
 async fn a_long_clip_is_sampled_by_number_without_holding_it() {
     let ffmpeg = ffmpeg();
     let clip = clip("vid_long_10min_30fps.mp4");
-    let probe = ffmpeg.probe(&clip).await.unwrap();
+    let probe = ffmpeg.probe(&clip, &Flow::default()).await.unwrap();
     let numbers: Vec<u64> = (0..600).map(|second| second * 30).collect();
 
-    let mut stream = ffmpeg.frames(&clip, &probe, &numbers).await.unwrap();
+    let flow = Flow::default();
+    let mut stream = ffmpeg.frames(&clip, &probe, &numbers, &flow).await.unwrap();
     let mut codes = HashMap::new();
     while let Some(frame) = stream.next().await.unwrap() {
         *codes.entry(bar_code(&frame)).or_insert(0) += 1;
@@ -200,19 +215,20 @@ fn is_running(id: u32) -> bool {
 
 #[tokio::test]
 async fn dropping_a_stream_kills_its_child_and_frees_its_place() {
-    let ffmpeg = Ffmpeg { places: Arc::new(Semaphore::new(1)), ..ffmpeg() };
+    let ffmpeg = ffmpeg_with(FfmpegLimits { max_processes: 1, ..limits() });
     let clip = clip("vid_long_10min_30fps.mp4");
-    let probe = ffmpeg.probe(&clip).await.unwrap();
+    let probe = ffmpeg.probe(&clip, &Flow::default()).await.unwrap();
     let all: Vec<u64> = (0..probe.info.num_frames).collect();
 
-    let mut stream = ffmpeg.frames(&clip, &probe, &all).await.unwrap();
+    let flow = Flow::default();
+    let mut stream = ffmpeg.frames(&clip, &probe, &all, &flow).await.unwrap();
     stream.next().await.unwrap();
     let id = stream.child_id().unwrap();
     assert!(is_running(id) && ffmpeg.metrics.video_processes_now() == 1);
     drop(stream);
 
     assert_eq!(ffmpeg.metrics.video_processes_now(), 0);
-    assert_eq!(ffmpeg.places.available_permits(), 1);
+    assert_eq!(ffmpeg.places.free(), 1);
     let deadline = Instant::now() + Duration::from_secs(10);
     while is_running(id) {
         assert!(Instant::now() < deadline, "the child outlived its stream");
@@ -223,31 +239,112 @@ async fn dropping_a_stream_kills_its_child_and_frees_its_place() {
 
 #[tokio::test]
 async fn a_child_that_takes_too_long_is_ended_with_a_named_error() {
-    let ffmpeg = Ffmpeg { timeout: Duration::from_millis(1), ..ffmpeg() };
-    let refused = ffmpeg.probe(&clip("vid_long_10min_30fps.mp4")).await.unwrap_err();
+    let ffmpeg = ffmpeg_with(FfmpegLimits { timeout: Duration::from_millis(1), ..limits() });
+    let refused =
+        ffmpeg.probe(&clip("vid_long_10min_30fps.mp4"), &Flow::default()).await.unwrap_err();
     assert_eq!(refused.kind, ErrorKind::DeadlineExceeded);
     assert_eq!(ffmpeg.metrics.video_processes_now(), 0);
 }
 
 #[tokio::test]
 async fn without_ffmpeg_the_error_says_what_to_install() {
-    let limits = FfmpegLimits {
-        max_processes: 1,
-        timeout: Duration::from_secs(1),
-        decode: DecodeLimits::default(),
-    };
-    let nowhere = Ffmpeg::find(None, limits, Arc::new(Metrics::default()));
-    let refused = nowhere.probe(&clip("vid_cfr_h264.mp4")).await.unwrap_err();
+    let nowhere = Ffmpeg::find(None, limits(), Arc::new(Metrics::default()));
+    let refused = nowhere.probe(&clip("vid_cfr_h264.mp4"), &Flow::default()).await.unwrap_err();
     assert_eq!(refused.kind, ErrorKind::MediaUnavailable);
     assert!(refused.message.contains("install the package ffmpeg"), "{refused}");
 }
 
 #[tokio::test]
 async fn frames_larger_than_the_limit_are_refused_before_decoding() {
-    let ffmpeg = Ffmpeg { limits: DecodeLimits { max_pixels: 128 * 96 - 1 }, ..ffmpeg() };
-    let refused = ffmpeg.probe(&clip("vid_cfr_h264.mp4")).await.unwrap_err();
+    let ffmpeg = ffmpeg_with(FfmpegLimits { max_frame_pixels: 128 * 96 - 1, ..limits() });
+    let refused = ffmpeg.probe(&clip("vid_cfr_h264.mp4"), &Flow::default()).await.unwrap_err();
     assert_eq!(refused.kind, ErrorKind::MediaRejected);
     assert!(refused.message.contains("12288"), "{refused}");
+}
+
+#[tokio::test]
+async fn a_clip_too_long_is_refused_by_its_packets_with_both_figures() {
+    let ffmpeg = ffmpeg_with(FfmpegLimits { max_duration: Duration::from_secs(100), ..limits() });
+    let clip = clip("vid_long_10min_30fps.mp4");
+    let refused = ffmpeg.probe(&clip, &Flow::default()).await.unwrap_err();
+    assert_eq!(refused.kind, ErrorKind::MediaRejected);
+    assert!(refused.message.contains("600") && refused.message.contains("100 s"), "{refused}");
+}
+
+#[tokio::test]
+async fn a_clip_that_only_decoding_can_count_is_refused_when_that_costs_too_much() {
+    let ffmpeg = ffmpeg_with(FfmpegLimits { max_decoded_pixels: 1000, ..limits() });
+    for name in ["vid_vp8.webm", "vid_mpeg4.avi"] {
+        let refused = ffmpeg.probe(&clip(name), &Flow::default()).await.unwrap_err();
+        assert_eq!(refused.kind, ErrorKind::MediaRejected);
+        assert!(refused.message.contains("limit is 1000"), "{refused}");
+    }
+    assert!(ffmpeg.probe(&clip("vid_cfr_h264.mp4"), &Flow::default()).await.is_ok());
+}
+
+/// A segment for each pick, whatever it costs.
+fn one_by_one(count: usize) -> std::collections::VecDeque<segments::Segment> {
+    (0..count)
+        .map(|pick| segments::Segment { picks: pick..pick + 1, is_seek: true, decoded: 1 })
+        .collect()
+}
+
+async fn decode_seeking(
+    ffmpeg: &Ffmpeg,
+    (clip, probe): (&MemoryFile, &ClipProbe),
+    numbers: &[u64],
+) -> Vec<RgbFrame> {
+    let flow = Flow::default();
+    let mut stream = ffmpeg.frames(clip, probe, numbers, &flow).await.unwrap();
+    *stream.segments() = one_by_one(numbers.len());
+    let mut frames = Vec::new();
+    while let Some(frame) = stream.next().await.unwrap() {
+        frames.push(frame);
+    }
+    frames
+}
+
+#[tokio::test]
+async fn frames_reached_by_seeking_are_those_of_a_whole_decode_to_the_byte() {
+    let ffmpeg = ffmpeg();
+    let mut checked = 0;
+    for (name, _) in expectations().iter().filter(|(_, expect)| expect["outcome"] == "ok") {
+        let clip = clip(name);
+        let probe = ffmpeg.probe(&clip, &Flow::default()).await.unwrap();
+        if probe.seek.is_none() {
+            continue;
+        }
+        let last = probe.info.num_frames - 1;
+        let mut numbers: Vec<u64> = vec![last / 3 + 1, last];
+        numbers.retain(|number| *number <= last);
+        numbers.dedup();
+
+        let whole = decode(&ffmpeg, &clip, &probe, &numbers).await.unwrap();
+        let sought = decode_seeking(&ffmpeg, (&clip, &probe), &numbers).await;
+
+        assert_eq!(whole.len(), numbers.len(), "{name}");
+        for ((number, whole), sought) in numbers.iter().zip(&whole).zip(&sought) {
+            assert!(whole == sought, "{name}: frame {number}");
+        }
+        checked += 1;
+    }
+    assert!(checked >= 12, "{checked} clips can be sought in");
+}
+
+#[tokio::test]
+async fn an_index_that_leads_astray_costs_time_but_no_frame() {
+    let ffmpeg = ffmpeg();
+    let clip = clip("vid_cfr_h264.mp4");
+    let mut probe = ffmpeg.probe(&clip, &Flow::default()).await.unwrap();
+    let numbers = [0, 7, 15, 22];
+    let right = decode(&ffmpeg, &clip, &probe, &numbers).await.unwrap();
+
+    // stamps that no frame has, from the third pick on
+    probe.seek.as_mut().unwrap().stamps[15] += 1;
+    let found = decode_seeking(&ffmpeg, (&clip, &probe), &numbers).await;
+
+    assert!(found == right);
+    assert_eq!(ffmpeg.metrics.video_processes_now(), 0);
 }
 
 #[test]

@@ -1,0 +1,202 @@
+//! Pixels on demand: decoded, resized, cut into patches and sent, or taken from the cache.
+
+use std::collections::HashMap;
+use std::sync::{Arc, Mutex, PoisonError, Weak};
+use std::time::Instant;
+
+use bytes::Bytes;
+use gateway_media::decode::{DecodeLimits, ImageHeader, decode_image};
+use gateway_media::patchify::{patchify_clip, patchify_still};
+use gateway_media::resize::{Resizer, resize};
+use gateway_media::{MediaError, MediaHash, PatchLayout, RgbFrame};
+use tokio::sync::OwnedMutexGuard;
+
+use super::ffmpeg::{ClipProbe, MemoryFile};
+use super::source::{ClipData, Content, Source, memory_failure};
+use super::work::Left;
+use super::{MediaLoader, PlannedMedia, class, media_refusal};
+use crate::error::GatewayError;
+use crate::workers::ItemUpload;
+
+/// Decoded frames of a clip that are in memory at one time: being read, resized, waiting.
+const FRAMES_IN_MEMORY: u64 = 4;
+/// Bytes of a decoded pixel.
+const CHANNELS: u64 = 3;
+
+/// Patch rows of one item: one piece a still, one a temporal patch of a clip.
+pub(super) type Patches = Arc<[Bytes]>;
+
+pub(super) fn patches_bytes(patches: &Patches) -> u64 {
+    patches.iter().map(|piece| piece.len() as u64).sum()
+}
+
+/// Who decodes a clip that others want too, so that they can take it from the cache.
+#[derive(Debug, Default)]
+pub(super) struct Turns(Mutex<HashMap<MediaHash, Weak<tokio::sync::Mutex<()>>>>);
+
+impl Turns {
+    async fn take(&self, hash: MediaHash) -> OwnedMutexGuard<()> {
+        let turn = {
+            // nothing panics while it is held
+            let mut turns = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+            let running = turns.get(&hash).and_then(Weak::upgrade);
+            running.unwrap_or_else(|| {
+                turns.retain(|_, turn| turn.strong_count() > 0);
+                let fresh = Arc::new(tokio::sync::Mutex::new(()));
+                turns.insert(hash, Arc::downgrade(&fresh));
+                fresh
+            })
+        };
+        turn.lock_owned().await
+    }
+}
+
+impl MediaLoader {
+    /// Makes one item's patches, unless they are at hand, and sends them.
+    ///
+    /// # Errors
+    /// `MediaRejected` if the item breaks while it is decoded; what the upload meets.
+    pub async fn send(
+        &self,
+        item: &PlannedMedia,
+        layout: PatchLayout,
+        mut upload: ItemUpload,
+    ) -> Result<(), GatewayError> {
+        let begin = Instant::now();
+        let sent = match &item.source.content {
+            Content::Still { bytes, header } => {
+                self.send_still(item, (bytes, header), layout, &mut upload).await
+            }
+            Content::Clip { data, probe } => {
+                self.send_clip(item, (data, probe), layout, &mut upload).await
+            }
+        };
+        sent.map_err(|error| error.at(&item.param))?;
+        self.metrics.media_sent(class(item.plan.kind), upload.sent_bytes(), begin.elapsed());
+        upload.finish()
+    }
+
+    async fn send_still(
+        &self,
+        item: &PlannedMedia,
+        (bytes, header): (&Bytes, &ImageHeader),
+        layout: PatchLayout,
+        upload: &mut ItemUpload,
+    ) -> Result<(), GatewayError> {
+        let make = || self.make_still(item, bytes, header, layout);
+        let cached = || self.patches.get_or_make(item.hash, patches_bytes, make);
+        let patches = match &item.twin {
+            // another item of this request is the same: made once even if nothing is cached
+            Some(twin) => twin.get_or_try_init(cached).await?.clone(),
+            None => cached().await?,
+        };
+        push_all(&patches, upload).await
+    }
+
+    async fn make_still(
+        &self,
+        item: &PlannedMedia,
+        bytes: &Bytes,
+        header: &ImageHeader,
+        layout: PatchLayout,
+    ) -> Result<Patches, GatewayError> {
+        let _memory = self.rooms.memory(&item.share, Source::still_memory(header)).await;
+        let (bytes, target) = (bytes.clone(), item.plan.target);
+        let limits = DecodeLimits { max_pixels: self.limits.max_image_pixels };
+        let cost = header.size.pixels();
+        let work = self.rooms.run(&item.share, cost, move |watch| {
+            let frame = decode_image(&bytes, &limits)?;
+            if watch.check() == Err(Left) {
+                return Ok(Bytes::new());
+            }
+            Ok::<_, MediaError>(patchify_still(&resize(&frame, target), layout).bytes.into())
+        });
+        Ok(Arc::from([work.await?.map_err(media_refusal)?]))
+    }
+
+    async fn send_clip(
+        &self,
+        item: &PlannedMedia,
+        (data, probe): (&ClipData, &ClipProbe),
+        layout: PatchLayout,
+        upload: &mut ItemUpload,
+    ) -> Result<(), GatewayError> {
+        let is_kept = self.patches.takes(item.patch_bytes(layout));
+        let turn = if is_kept { Some(self.clip_turn(item.hash).await) } else { None };
+        if is_kept && let Some(patches) = self.patches.get(&item.hash) {
+            drop(turn);
+            return push_all(&patches, upload).await;
+        }
+        let made;
+        let file = match data {
+            ClipData::File(file) => file,
+            ClipData::Bytes(bytes) => {
+                let bytes = bytes.clone();
+                let length = bytes.len() as u64;
+                let copy = self.rooms.run(&item.share, length, move |_| MemoryFile::new(&bytes));
+                made = copy.await?.map_err(|error| memory_failure(&error))?;
+                &made
+            }
+        };
+        let mut kept = is_kept.then(Vec::new);
+        self.stream_clip(item, (file, probe), layout, (upload, &mut kept)).await?;
+        if let Some(kept) = kept {
+            self.patches.put(item.hash, kept.into(), item.patch_bytes(layout));
+        }
+        Ok(())
+    }
+
+    /// One after the other; a clip that hangs at a slow worker does not hold up others for ever.
+    async fn clip_turn(&self, hash: MediaHash) -> Option<OwnedMutexGuard<()>> {
+        tokio::time::timeout(self.timeout, self.turns.take(hash)).await.ok()
+    }
+
+    /// One temporal patch after the other: never more than a few frames are held.
+    async fn stream_clip(
+        &self,
+        item: &PlannedMedia,
+        (file, probe): (&MemoryFile, &ClipProbe),
+        layout: PatchLayout,
+        (upload, kept): (&mut ItemUpload, &mut Option<Vec<Bytes>>),
+    ) -> Result<(), GatewayError> {
+        let pixels = probe.info.size.pixels();
+        let memory = pixels.saturating_mul(CHANNELS * FRAMES_IN_MEMORY);
+        let _memory = self.rooms.memory(&item.share, memory).await;
+        let resizer = Arc::new(Resizer::new(probe.info.size, item.plan.target));
+        let processes = &item.share.processes;
+        let mut stream = self.ffmpeg.frames(file, probe, &item.plan.frames, processes).await?;
+        let mut slice: Vec<RgbFrame> = Vec::new();
+        let mut next = stream.next().await?;
+        while let Some(frame) = next {
+            let resizer = Arc::clone(&resizer);
+            // the child decodes the next frame meanwhile
+            let resized = self.rooms.run(&item.share, pixels, move |_| resizer.resize(&frame));
+            let (resized, following) = tokio::join!(resized, stream.next());
+            slice.push(resized?);
+            next = following?;
+            if slice.len() == layout.temporal_patch_size as usize || next.is_none() {
+                let frames = std::mem::take(&mut slice);
+                let cost = item.plan.target.pixels();
+                let cut = move |_: &_| Bytes::from(patchify_clip(&frames, layout).bytes);
+                let patches = self.rooms.run(&item.share, cost, cut).await?;
+                if let Some(kept) = kept {
+                    kept.push(patches.clone());
+                }
+                upload.push(patches).await?;
+            }
+        }
+        Ok(())
+    }
+
+    /// One item was not sent because the worker still held it.
+    pub fn count_held(&self, item: &PlannedMedia) {
+        self.metrics.media_held(class(item.plan.kind));
+    }
+}
+
+async fn push_all(patches: &Patches, upload: &mut ItemUpload) -> Result<(), GatewayError> {
+    for piece in patches.iter() {
+        upload.push(piece.clone()).await?;
+    }
+    Ok(())
+}

@@ -1,0 +1,112 @@
+//! Threads and memory for pixels: bounded, and shared fairly among requests by cost.
+
+use std::sync::{Arc, Weak};
+
+use super::fair::{FairQueue, Flow, Place};
+use crate::error::GatewayError;
+
+/// What pixel work may use at one time.
+#[derive(Debug)]
+pub struct WorkRooms {
+    threads: Arc<FairQueue>,
+    memory: Arc<FairQueue>,
+}
+
+/// What one request has used so far, at each queue.
+#[derive(Debug, Default)]
+pub struct Share {
+    threads: Flow,
+    memory: Flow,
+    /// Of the FFmpeg processes.
+    pub processes: Flow,
+}
+
+/// Told to work that has begun: whether anyone still waits for it.
+#[derive(Clone, Debug)]
+pub struct Watch(Weak<()>);
+
+/// The one who waited has left.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Left;
+
+impl Watch {
+    /// # Errors
+    /// [`Left`] if nobody waits for the result any more.
+    pub fn check(&self) -> Result<(), Left> {
+        if self.0.strong_count() == 0 { Err(Left) } else { Ok(()) }
+    }
+}
+
+impl WorkRooms {
+    /// At most so many threads and bytes of working memory.
+    pub fn new(threads: u32, bytes: u64) -> Self {
+        Self { threads: FairQueue::new(u64::from(threads)), memory: FairQueue::new(bytes) }
+    }
+
+    /// Memory for one item's decoding; a larger item than there is memory has it all.
+    pub async fn memory(&self, share: &Share, bytes: u64) -> Place {
+        self.memory.enter(&share.memory, bytes, bytes).await
+    }
+
+    /// Runs one piece of work that costs about `cost` pixels. Dropping the future before its turn
+    /// cancels it; once begun it ends when it next looks at its [`Watch`].
+    ///
+    /// # Errors
+    /// `Internal` if the work panicked.
+    pub async fn run<T, F>(&self, share: &Share, cost: u64, work: F) -> Result<T, GatewayError>
+    where
+        T: Send + 'static,
+        F: FnOnce(&Watch) -> T + Send + 'static,
+    {
+        let place = self.threads.enter(&share.threads, 1, cost).await;
+        let waiting = Arc::new(());
+        let watch = Watch(Arc::downgrade(&waiting));
+        let running = tokio::task::spawn_blocking(move || {
+            let outcome = work(&watch);
+            drop(place);
+            outcome
+        });
+        let outcome = running.await;
+        drop(waiting);
+        outcome.map_err(|error| GatewayError::internal(format!("a thread died: {error}")))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::error::ErrorKind;
+
+    #[tokio::test]
+    async fn a_panic_is_an_internal_error_and_frees_its_place() {
+        let rooms = WorkRooms::new(1, 1);
+        let share = Share::default();
+        let refused = rooms.run(&share, 1, |_| panic!("on purpose")).await.map(|(): ()| ());
+        assert_eq!(refused.unwrap_err().kind, ErrorKind::Internal);
+        assert_eq!(rooms.run(&share, 1, |_| 7).await.unwrap(), 7);
+    }
+
+    #[tokio::test]
+    async fn work_learns_that_nobody_waits_for_it() {
+        let rooms = WorkRooms::new(1, 1);
+        let share = Share::default();
+        let (tell, told) = std::sync::mpsc::channel::<()>();
+        let (report, reported) = tokio::sync::oneshot::channel();
+        let (begin, begun) = tokio::sync::oneshot::channel();
+        let mut running = Box::pin(rooms.run(&share, 1, move |watch| {
+            begin.send(watch.check()).unwrap();
+            told.recv().unwrap();
+            report.send(watch.check()).unwrap();
+        }));
+        let early = tokio::select! {
+            _ = running.as_mut() => panic!("it waits to be told"),
+            early = begun => early,
+        };
+        assert_eq!(early.unwrap(), Ok(()));
+        drop(running);
+        tell.send(()).unwrap();
+        assert_eq!(reported.await.unwrap(), Err(Left));
+        // its thread is free again
+        assert_eq!(rooms.run(&share, 1, |_| 7).await.unwrap(), 7);
+    }
+}
