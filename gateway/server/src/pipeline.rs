@@ -7,7 +7,6 @@ use gateway_core::conversation::{
     CompletionPrompt, CompletionTask, Conversation, Generation, MediaRef, ResponseFormat,
     ToolChoice,
 };
-use gateway_core::model::OutputOptions;
 use gateway_core::prompt::Prompt;
 use gateway_core::{RequestError, RequestErrorKind};
 
@@ -72,10 +71,7 @@ pub async fn prepare(
     app.metrics.prompt_built(rendering + begin.elapsed());
     let max_tokens = room(app, prompt.token_ids.len(), &conversation.generation, "messages")?;
 
-    let options = OutputOptions {
-        thinking: conversation.thinking.unwrap_or_default(),
-        tools: conversation.tool_schemas,
-    };
+    let options = conversation.output_options();
     Ok(Job {
         header: header(app, prompt, &planned, conversation.generation, max_tokens),
         media: planned,
