@@ -171,6 +171,7 @@ def model_limits(model: M3Config, max_context_tokens: int, dtype: torch.dtype) -
         fingerprint=model.facts().fingerprint(),
         vocab_size=model.vocab_size,
         max_context_tokens=max_context_tokens,
+        eos_token_id=model.eos_token_id,
         image_token_id=model.image_token_id,
         video_token_id=model.video_token_id,
         channels=model.vision.num_channels,

@@ -79,6 +79,8 @@ def default_sampling(max_tokens: int, **changes: object) -> Sampling:
         "top_logprobs": 0,
         "stop_token_ids": frozenset[int](),
         "logit_bias": {},
+        "allowed_token_ids": frozenset[int](),
+        "banned_token_ids": frozenset[int](),
     }
     unknown = set(changes) - set(fields)
     if unknown:

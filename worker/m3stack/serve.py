@@ -26,6 +26,7 @@ from m3stack.config import WorkerConfig
 from m3stack.engine.engine import Engine
 from m3stack.errors import StartupError
 from m3stack.models.minimax_m3.config import M3Config
+from m3stack.rpc.admin import AdminService
 from m3stack.rpc.admission import MediaAdmission
 from m3stack.rpc.server import ServiceParts, ServiceSettings, WorkerService
 from m3stack.rpc.sessions import SessionTable
@@ -39,6 +40,7 @@ _log = logging.getLogger(__name__)
 
 EXIT_DRAINED, EXIT_FAILED, EXIT_CUT = 0, 1, 3
 SERVICE_NAME = pb.DESCRIPTOR.services_by_name["WorkerService"].full_name
+ADMIN_NAME = pb.DESCRIPTOR.services_by_name["AdminService"].full_name
 MAX_MESSAGE_BYTES = 16 << 20
 # how long calls get to deliver their last message once everything has ended
 FAREWELL_S = 2.0
@@ -107,6 +109,7 @@ class _Worker:
         self._stop_now = asyncio.Event()
         self._loading_stopped = threading.Event()
         self._engine_ended: asyncio.Future[BaseException | None] | None = None
+        self._admin = AdminService()
 
     async def run(self, on_listening: OnListening | None) -> int:
         identity = self._identity(context_limit(self._config, self._model_config))
@@ -194,6 +197,7 @@ class _Worker:
         gc.freeze()
         engine.start()
         self._service.open_for(engine, assembly.limits)
+        self._admin.open_for(engine)
         return engine
 
     async def _serve(self, engine: Engine) -> int:
@@ -258,9 +262,10 @@ class _Worker:
     async def _start_server(self) -> tuple[grpc.aio.Server, int]:
         server = grpc.aio.server(options=_SERVER_OPTIONS)
         pb_grpc.add_WorkerServiceServicer_to_server(self._service, server)
+        pb_grpc.add_AdminServiceServicer_to_server(self._admin, server)
         health_pb2_grpc.add_HealthServicer_to_server(self._health, server)
         await self._set_health(is_serving=False)
-        names = (SERVICE_NAME, "grpc.health.v1.Health", reflection.SERVICE_NAME)
+        names = (SERVICE_NAME, ADMIN_NAME, "grpc.health.v1.Health", reflection.SERVICE_NAME)
         reflection.enable_server_reflection(names, server)
         try:
             port = server.add_insecure_port(self._config.listen)

@@ -35,6 +35,7 @@ _INTER_TOKEN_BUCKETS_S = (
     5,
 )
 _STEP_BUCKETS_S = (0.001, 0.002, 0.004, 0.008, 0.016, 0.032, 0.064, 0.128, 0.256, 0.512, 1, 2, 5)
+_STEP_SEQUENCE_BUCKETS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 512)
 _STEP_TOKEN_BUCKETS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
 
 OUTCOMES = (
@@ -74,6 +75,11 @@ class WorkerMetrics:
         self._cached_tokens = Counter(
             "m3stack_worker_cached_prompt_tokens",
             "Prompt tokens of started requests that were found in the prefix cache.",
+            registry=reg,
+        )
+        self._host_tokens = Counter(
+            "m3stack_worker_host_cached_prompt_tokens",
+            "Those of the cached prompt tokens that were in host memory.",
             registry=reg,
         )
         self._output_tokens = Counter(
@@ -128,6 +134,21 @@ class WorkerMetrics:
             buckets=_STEP_TOKEN_BUCKETS,
             registry=reg,
         )
+        self._step_sequences = Histogram(
+            "m3stack_worker_step_sequences",
+            "Sequences that a step computed tokens of.",
+            buckets=_STEP_SEQUENCE_BUCKETS,
+            registry=reg,
+        )
+        phases = Counter(
+            "m3stack_worker_phase_seconds",
+            "Time the engine spent planning, executing and committing steps.",
+            ["phase"],
+            registry=reg,
+        )
+        self._plan_s, self._execute_s, self._commit_s = (
+            phases.labels(phase) for phase in ("plan", "execute", "commit")
+        )
         self._failed_steps = Counter(
             "m3stack_worker_failed_steps", "Steps that raised an error.", registry=reg
         )
@@ -150,13 +171,30 @@ class WorkerMetrics:
         self._total_pages = Gauge(
             "m3stack_worker_total_pages", "Cache pages of the pool.", registry=reg
         )
+        self._host_pages = Gauge(
+            "m3stack_worker_host_cached_pages",
+            "Cache pages whose content is held in host memory.",
+            registry=reg,
+        )
+        self._offloaded_bytes = Counter(
+            "m3stack_worker_offloaded_bytes",
+            "Bytes of cache pages copied to host memory.",
+            registry=reg,
+        )
+        self._restored_bytes = Counter(
+            "m3stack_worker_restored_bytes",
+            "Bytes of cache pages copied back from host memory.",
+            registry=reg,
+        )
         self._media_bytes = Gauge(
             "m3stack_worker_media_feature_bytes",
             "Bytes of media features held or promised.",
             registry=reg,
         )
         self._encoded = Counter(
-            "m3stack_worker_encoded_media_items", "Media items encoded.", registry=reg
+            "m3stack_worker_encoded_media_parts",
+            "Stills and segments of clips encoded.",
+            registry=reg,
         )
         self._held = Counter(
             "m3stack_worker_held_media_items",
@@ -167,10 +205,13 @@ class WorkerMetrics:
             "m3stack_worker_uploaded_patch_bytes", "Patch bytes received.", registry=reg
         )
 
-    def request_started(self, queue_s: float, *, prompt_tokens: int, cached_tokens: int) -> None:
+    def request_started(
+        self, queue_s: float, *, prompt_tokens: int, cached_tokens: int, host_tokens: int
+    ) -> None:
         self._queue.observe(queue_s)
         self._prompt_tokens.inc(prompt_tokens)
         self._cached_tokens.inc(cached_tokens)
+        self._host_tokens.inc(host_tokens)
 
     def request_ended(self, outcome: str) -> None:
         """`outcome` is one of `OUTCOMES`."""
@@ -184,9 +225,21 @@ class WorkerMetrics:
         (self._first_token if is_first else self._inter_token).observe(seconds)
         self._output_tokens.inc()
 
-    def step_done(self, seconds: float, *, num_tokens: int, is_decode: bool) -> None:
+    def step_done(
+        self, seconds: float, *, num_tokens: int, num_sequences: int, is_decode: bool
+    ) -> None:
         (self._decode_step if is_decode else self._mixed_step).observe(seconds)
         self._step_tokens.observe(num_tokens)
+        self._step_sequences.observe(num_sequences)
+
+    def phases(self, *, plan_s: float, execute_s: float, commit_s: float) -> None:
+        self._plan_s.inc(plan_s)
+        self._execute_s.inc(execute_s)
+        self._commit_s.inc(commit_s)
+
+    def pages_copied(self, *, offloaded_bytes: int, restored_bytes: int) -> None:
+        self._offloaded_bytes.inc(offloaded_bytes)
+        self._restored_bytes.inc(restored_bytes)
 
     def step_failed(self) -> None:
         self._failed_steps.inc()
@@ -205,13 +258,14 @@ class WorkerMetrics:
     def patches_received(self, num_bytes: int) -> None:
         self._upload_bytes.inc(num_bytes)
 
-    def set_load(self, load: Load, *, cached_pages: int) -> None:
+    def set_load(self, load: Load, *, cached_pages: int, host_pages: int) -> None:
         self._running.set(load.running_requests)
         self._waiting.set(load.waiting_requests)
         self._pending_prompt.set(load.waiting_prompt_tokens)
         self._used_pages.set(load.used_pages)
         self._total_pages.set(load.total_pages)
         self._cached_pages.set(cached_pages)
+        self._host_pages.set(host_pages)
 
     def set_media_bytes(self, num_bytes: int) -> None:
         self._media_bytes.set(num_bytes)

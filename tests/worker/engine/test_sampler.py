@@ -195,6 +195,41 @@ def test_bias_is_added_and_the_model_logits_stay_as_they_were() -> None:
     assert torch.equal(logits, before)
 
 
+@given(
+    seed=st.integers(0, 999),
+    allowed=st.frozensets(st.integers(0, VOCAB - 1), max_size=4),
+    banned=st.frozensets(st.integers(0, VOCAB - 1), max_size=8),
+    temperature=st.sampled_from([0.0, 1.0]),
+)
+@settings(max_examples=60, deadline=None)
+def test_only_allowed_ids_are_drawn_and_banned_ones_never(
+    seed: int, allowed: frozenset[int], banned: frozenset[int], temperature: float
+) -> None:
+    left = (allowed or frozenset(range(VOCAB))) - banned
+    rules = sampling(
+        temperature=temperature,
+        seed=seed,
+        allowed_token_ids=allowed,
+        banned_token_ids=banned,
+        # a bias does not lift a ban
+        logit_bias=dict.fromkeys(banned, 100.0),
+        logprobs=True,
+        top_logprobs=2,
+    )
+    logits = logits_of(seed)
+    chosen = sampler_for(rules).sample(logits, [SampleRow(0, 0)])[0]
+    if not left:
+        assert chosen is None
+        return
+    assert chosen is not None
+    assert chosen.token_id in left
+    if temperature == 0:
+        assert chosen.token_id == min(left, key=lambda t: (-logits[0, t].item(), t))
+    # what is reported is the model's own opinion
+    assert chosen.logprob is not None
+    assert chosen.logprob.top[0][0] == int(logits.argmax())
+
+
 def test_stop_ids_cannot_be_drawn_before_min_tokens() -> None:
     logits = torch.zeros(1, VOCAB)
     logits[0, 3] = 50.0

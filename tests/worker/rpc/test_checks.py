@@ -92,7 +92,7 @@ def test_good_header_becomes_the_request_it_was_made_from() -> None:
 def test_each_absent_sampling_field_is_named(name: str) -> None:
     header = good_header()
     header.sampling.ClearField(name)  # type: ignore[arg-type]
-    if name in ("stop_token_ids", "logit_bias"):
+    if pb.Sampling.DESCRIPTOR.fields_by_name[name].is_repeated:
         read_header(header, LIMITS)
         return
     with pytest.raises(WorkerError) as refused:
@@ -100,6 +100,67 @@ def test_each_absent_sampling_field_is_named(name: str) -> None:
     assert refused.value.kind is ErrorKind.INVALID_REQUEST
     assert refused.value.param == f"sampling.{name}"
     assert refused.value.message == f"sampling.{name} is missing"
+
+
+@pytest.mark.parametrize(
+    ("allowed", "banned", "changes", "param"),
+    [
+        ([61], [], {}, "allowed_token_ids"),
+        ([], [61], {}, "banned_token_ids"),
+        ([3, 4], [4, 3, 9], {}, "banned_token_ids"),
+        ([], list(range(61)), {}, "banned_token_ids"),
+        ([7], [], {"min_tokens": 1, "ignore_eos": False}, "min_tokens"),
+        ([3], [], {"min_tokens": 1, "stop_token_ids": frozenset({3})}, "min_tokens"),
+    ],
+)
+def test_a_choice_of_nothing_is_refused(
+    allowed: list[int], banned: list[int], changes: dict[str, object], param: str
+) -> None:
+    rules = sampling(
+        max_tokens=9,
+        allowed_token_ids=frozenset(allowed),
+        banned_token_ids=frozenset(banned),
+        **changes,
+    )
+    header = convert.header_to_proto(Request("r", (1,), rules), LIMITS.fingerprint)
+    with pytest.raises(WorkerError) as refused:
+        read_header(header, LIMITS)
+    assert refused.value.param == f"sampling.{param}"
+
+
+def test_choices_that_leave_something_are_taken_over() -> None:
+    for allowed, banned in (({3, 4}, {4}), (set(), {0, 1}), ({7}, set())):
+        rules = sampling(
+            max_tokens=9,
+            allowed_token_ids=frozenset(allowed),
+            banned_token_ids=frozenset(banned),
+            ignore_eos=False,
+        )
+        header = convert.header_to_proto(Request("r", (1,), rules), LIMITS.fingerprint)
+        assert read_header(header, LIMITS).sampling == rules
+
+
+@pytest.mark.parametrize(
+    ("field", "bad", "good"),
+    [
+        ("priority", [11, -11], [-10, 0, 10]),
+        ("tenant", ["x" * 129, "a\nb", "é"], ["", "x" * 128, "team one"]),
+        ("cache_salt", ["x" * 129, "\x1b["], ["", "s"]),
+    ],
+)
+def test_priority_tenant_and_salt_are_checked_and_kept(
+    field: str, bad: list[object], good: list[object]
+) -> None:
+    for value in bad:
+        header = good_header()
+        setattr(header, field, value)
+        with pytest.raises(WorkerError) as refused:
+            read_header(header, LIMITS)
+        assert refused.value.param == field
+    for value in good:
+        header = good_header()
+        setattr(header, field, value)
+        assert getattr(read_header(header, LIMITS), field) == value
 
 
 @pytest.mark.parametrize(

@@ -14,6 +14,7 @@ from m3stack.client import AsyncWorkerClient
 from m3stack.engine.engine import Engine, EngineParts, EngineSettings
 from m3stack.engine.plan import StepPlan, StepResult
 from m3stack.engine.runner import ModelRunner
+from m3stack.rpc.admin import AdminService
 from m3stack.rpc.admission import MediaAdmission
 from m3stack.rpc.checks import ModelLimits
 from m3stack.rpc.server import ServiceParts, ServiceSettings, WorkerService
@@ -39,6 +40,7 @@ LIMITS = ModelLimits(
     fingerprint=b"f" * 32,
     vocab_size=VOCAB,
     max_context_tokens=CONTEXT,
+    eos_token_id=EOS_ID,
     image_token_id=IMAGE_ID,
     video_token_id=VIDEO_ID,
     channels=3,
@@ -85,6 +87,7 @@ class Worker:
     metrics: WorkerMetrics
     client: AsyncWorkerClient
     stub: pb_grpc.WorkerServiceStub
+    admin: pb_grpc.AdminServiceStub
 
     async def tokens(self, request: Request) -> list[int]:
         return tokens_of([event async for event in self.client.generate(request)])
@@ -129,18 +132,30 @@ async def worker(stack: Stack | None = None, options: Options = Options()) -> As
     )
     engine.start()
     service.open_for(engine, LIMITS)
+    admin = AdminService()
+    admin.open_for(engine)
     board.set_load_source(lambda: engine.load)
     board.set_state(options.state)
     server = grpc.aio.server(options=[("grpc.max_receive_message_length", 16 << 20)])
     pb_grpc.add_WorkerServiceServicer_to_server(service, server)
+    pb_grpc.add_AdminServiceServicer_to_server(admin, server)
     port = server.add_insecure_port("127.0.0.1:0")
     await server.start()
     target = f"127.0.0.1:{port}"
     channel = grpc.aio.insecure_channel(target)
     client = AsyncWorkerClient(target)
-    stub = pb_grpc.WorkerServiceStub(channel)
     subject = Worker(
-        target, stack, engine, runner, board, sessions, admission, metrics, client, stub
+        target,
+        stack,
+        engine,
+        runner,
+        board,
+        sessions,
+        admission,
+        metrics,
+        client,
+        pb_grpc.WorkerServiceStub(channel),
+        pb_grpc.AdminServiceStub(channel),
     )
     try:
         yield subject

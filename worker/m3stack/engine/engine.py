@@ -18,13 +18,15 @@ from dataclasses import dataclass
 
 from m3stack.cache.media import MediaLedger
 from m3stack.cache.prefix import PrefixCache
+from m3stack.engine.account import Account
+from m3stack.engine.observer import Observer, StepTimes
 from m3stack.engine.plan import FatalStepError, StepPlan
 from m3stack.engine.runner import Runner
 from m3stack.engine.scheduler import Scheduler
 from m3stack.engine.sequence import NO_SEGMENTS, Sequence, place_media
 from m3stack.errors import ErrorKind, WorkerError
 from m3stack.telemetry import WorkerMetrics
-from m3stack.types import Event, Failed, Finished, Load, MediaSettled, Request, Started, Tokens
+from m3stack.types import Event, Failed, Finished, Load, MediaSettled, Request
 
 _log = logging.getLogger(__name__)
 
@@ -40,6 +42,7 @@ class EngineSettings:
         max_context_tokens: prompt and output together.
         eos_token_id: ends a request unless it ignores that.
         segment_patches: temporal patches of a clip that the vision tower sees together.
+        page_bytes: bytes of a page over all layers.
         max_failed_steps: steps that may fail in a row before the engine gives up.
     """
 
@@ -47,6 +50,7 @@ class EngineSettings:
     max_context_tokens: int
     eos_token_id: int
     segment_patches: int = NO_SEGMENTS
+    page_bytes: int = 0
     max_failed_steps: int = 3
 
 
@@ -66,6 +70,7 @@ class _Submit:
     handle: int
     request: Request
     submitted_at: float
+    upload_s: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,20 +84,17 @@ class _ForgetPrefixes:
 
 
 @dataclass(frozen=True, slots=True)
+class _Explain:
+    request_id: str
+    done: Callable[[Account | None], None]
+
+
+@dataclass(frozen=True, slots=True)
 class _Stop:
     pass
 
 
-_Message = _Submit | _Cancel | _ForgetPrefixes | _Stop
-
-
-@dataclass(slots=True)
-class _Live:
-    """A request that has not ended."""
-
-    sequence: Sequence
-    submitted_at: float
-    last_token_at: float | None = None
+_Message = _Submit | _Cancel | _ForgetPrefixes | _Explain | _Stop
 
 
 class Engine:
@@ -127,7 +129,8 @@ class Engine:
         self._inbox: queue.SimpleQueue[_Message] = queue.SimpleQueue()
         self._inbox_lock = threading.Lock()
         self._is_closed = False
-        self._live: dict[int, _Live] = {}
+        self._live: dict[int, Sequence] = {}
+        self._observer = Observer(parts.metrics, page_bytes=settings.page_bytes, clock=clock)
         self._num_steps = 0
         self._failed_in_a_row = 0
         self._step_started_at: float | None = None
@@ -157,13 +160,18 @@ class Engine:
         self._thread.join(timeout_s)
         return not self._thread.is_alive()
 
-    def submit(self, handle: int, request: Request) -> None:
+    def submit(self, handle: int, request: Request, *, upload_s: float = 0.0) -> None:
         """Takes over a checked request and its media pins; events follow under its handle.
+
+        Args:
+            handle: number of the request, unique for ever.
+            request: with the patches the worker asked for.
+            upload_s: how long it took to bring them here.
 
         Raises:
             WorkerError: the engine has ended; the pins stay with the caller.
         """
-        self._post(_Submit(handle, request, self._clock()))
+        self._post(_Submit(handle, request, self._clock(), upload_s))
 
     def cancel(self, handle: int) -> None:
         """Ends a request at the next step without a further event; too late is no error."""
@@ -172,6 +180,10 @@ class Engine:
     def forget_prefixes(self, done: Callable[[int], None]) -> None:
         """Empties the prefix cache; `done` is called on the engine thread with the pages freed."""
         self._post(_ForgetPrefixes(done))
+
+    def explain(self, request_id: str, done: Callable[[Account | None], None]) -> None:
+        """Calls `done` on the engine thread with a copy of a request's account, if there is one."""
+        self._post(_Explain(request_id, done))
 
     def _post(self, message: _Message) -> None:
         with self._inbox_lock:
@@ -209,9 +221,11 @@ class Engine:
         elif isinstance(message, _Cancel):
             if self._scheduler.cancel(message.handle):
                 self._forget(message.handle)
-                self._metrics.request_ended("cancelled")
+                self._observer.ended(message.handle, "cancelled", self._clock())
         elif isinstance(message, _ForgetPrefixes):
             message.done(self._pages.reset())
+        elif isinstance(message, _Explain):
+            message.done(self._observer.explain(message.request_id))
         self._publish_load()
 
     def _accept(self, message: _Submit) -> None:
@@ -226,7 +240,10 @@ class Engine:
             max_context_tokens=self._settings.max_context_tokens,
             segment_patches=self._settings.segment_patches,
         )
-        self._live[message.handle] = _Live(sequence, message.submitted_at)
+        self._live[message.handle] = sequence
+        self._observer.accepted(
+            sequence, submitted_at=message.submitted_at, upload_s=message.upload_s
+        )
         if not self._scheduler.fits(sequence):
             self._refuse(message.handle, sequence)
             return
@@ -249,43 +266,31 @@ class Engine:
         self._send([(handle, Failed(ErrorKind.CONTEXT_TOO_LONG, text, "sampling.max_tokens"))])
 
     def _turn(self) -> None:
+        planned_at = self._clock()
         plan = self._scheduler.plan()
         self._publish_load()
-        self._announce(plan)
-        started_at = self._step_started_at = self._clock()
+        started = self._observer.planned(plan)
+        if started:
+            self._deliver(started)
+        executed_at = self._step_started_at = self._clock()
         try:
             result = self._runner.execute(plan)
         except FatalStepError:
             raise
         except Exception as error:  # noqa: BLE001 - the step's requests alone fail
+            committed_at = self._clock()
             events = self._step_failed(plan, error)
         else:
+            committed_at = self._clock()
             self._failed_in_a_row = 0
             settled = [(handle, MediaSettled()) for handle in result.settled]
             events = [*settled, *self._scheduler.commit(plan, result)]
         self._step_started_at = None
         self._num_steps += 1
         self._publish_load()
-        self._observe(plan, started_at)
+        times = StepTimes(planned_at, executed_at, committed_at, self._clock())
+        self._observer.step_done(plan, times)
         self._send(events)
-
-    def _announce(self, plan: StepPlan) -> None:
-        now = self._clock()
-        started: list[tuple[int, Event]] = []
-        for admission in plan.admissions:
-            if not admission.is_first:
-                continue
-            live = self._live[admission.handle]
-            queue_s = now - live.submitted_at
-            self._metrics.request_started(
-                queue_s,
-                prompt_tokens=live.sequence.num_prompt,
-                cached_tokens=admission.cached_tokens,
-            )
-            event = Started(queue_ms=int(queue_s * 1000), cached_tokens=admission.cached_tokens)
-            started.append((admission.handle, event))
-        if started:
-            self._deliver(started)
 
     def _step_failed(self, plan: StepPlan, error: Exception) -> list[tuple[int, Event]]:
         self._failed_in_a_row += 1
@@ -301,38 +306,21 @@ class Engine:
             raise error
         return self._scheduler.abandon(plan, f"a model step failed: {type(error).__name__}")
 
-    def _observe(self, plan: StepPlan, started_at: float) -> None:
-        metrics = self._metrics
-        is_decode = all(len(row.token_ids) == 1 for row in plan.rows)
-        metrics.step_done(
-            self._clock() - started_at, num_tokens=plan.num_tokens, is_decode=is_decode
-        )
-        metrics.preempted(len(plan.preempted))
-        metrics.media_encoded(len(plan.encodes))
-
     def _send(self, events: ReadOnlySequence[tuple[int, Event]]) -> None:
         """Delivers events, and lets go of the requests that end with them."""
         if not events:
             return
         now = self._clock()
         for handle, event in events:
-            live = self._live[handle]
-            if isinstance(event, Tokens):
-                since = live.submitted_at if live.last_token_at is None else live.last_token_at
-                self._metrics.token_made(now - since, is_first=live.last_token_at is None)
-                live.last_token_at = now
-            elif isinstance(event, Finished):
-                self._metrics.request_ended(event.reason.name.lower())
-                self._forget(handle)
-            elif isinstance(event, Failed):
-                self._metrics.request_ended(event.kind.name.lower())
+            self._observer.told(handle, event, now)
+            if isinstance(event, Finished | Failed):
                 self._forget(handle)
         self._deliver(events)
 
     def _forget(self, handle: int) -> None:
-        live = self._live.pop(handle)
+        sequence = self._live.pop(handle)
         self._runner.forget(handle)
-        self._media.release([item.key for item in live.sequence.media])
+        self._media.release([item.key for item in sequence.media])
 
     def _close(self, failure: BaseException | None) -> None:
         """Ends every request, those still in the inbox included."""
@@ -342,8 +330,8 @@ class Engine:
         kind = ErrorKind.WORKER_UNAVAILABLE if failure is None else ErrorKind.INTERNAL
         text = "the worker was stopped" if failure is None else "the engine failed and has stopped"
         events: list[tuple[int, Event]] = [(h, Failed(kind, text)) for h in self._live]
-        for live in self._live.values():
-            self._media.release([item.key for item in live.sequence.media])
+        for sequence in self._live.values():
+            self._media.release([item.key for item in sequence.media])
         self._live.clear()
         for message in _rest(self._inbox):
             if isinstance(message, _Submit):
@@ -351,6 +339,8 @@ class Engine:
                 events.append((message.handle, Failed(kind, text)))
             elif isinstance(message, _ForgetPrefixes):
                 message.done(0)
+            elif isinstance(message, _Explain):
+                message.done(None)
         self._load = dataclasses.replace(
             self._load,
             running_requests=0,
@@ -358,7 +348,7 @@ class Engine:
             waiting_prompt_tokens=0,
             used_pages=0,
         )
-        self._metrics.set_load(self._load, cached_pages=0)
+        self._metrics.set_load(self._load, cached_pages=0, host_pages=0)
         for _ in events:
             self._metrics.request_ended(kind.name.lower())
         if events:
@@ -367,7 +357,9 @@ class Engine:
     def _publish_load(self) -> None:
         """Shows the load to everyone who watches; due after whatever changes it."""
         self._load = self._measure_load()
-        self._metrics.set_load(self._load, cached_pages=self._pages.num_cached)
+        self._metrics.set_load(
+            self._load, cached_pages=self._pages.num_cached, host_pages=self._pages.num_host
+        )
         self._metrics.set_media_bytes(self._media.booked_bytes)
 
     def _measure_load(self) -> Load:

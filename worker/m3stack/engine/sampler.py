@@ -37,6 +37,7 @@ class _Rules:
     Attributes:
         sampling: as asked.
         bias_V: fp32, added to the logits; None if nothing is added.
+        banned_V: bool, ids that are never sampled; None if there are none.
         stop_V: ids that must not be sampled before `min_tokens`; None if there are none.
         prompt_seen_V: bool, ids of the prompt; None unless a repetition penalty needs it.
         output_counts_V: fp32, occurrences in the output; None unless a penalty needs it.
@@ -44,15 +45,15 @@ class _Rules:
 
     sampling: Sampling
     bias_V: Tensor | None
+    banned_V: Tensor | None
     stop_V: Tensor | None
     prompt_seen_V: Tensor | None
     output_counts_V: Tensor | None
 
     @property
     def changes_logits(self) -> bool:
-        return (
-            self.bias_V is not None or self.stop_V is not None or self.output_counts_V is not None
-        )
+        parts = (self.bias_V, self.banned_V, self.stop_V, self.output_counts_V)
+        return any(part is not None for part in parts)
 
 
 class Sampler:
@@ -95,7 +96,8 @@ class Sampler:
                 list(sampling.logit_bias.values()), dtype=torch.float32, device=self._device
             )
         stop = self._mask(sorted(stop_ids)) if sampling.min_tokens and stop_ids else None
-        self._rules[handle] = _Rules(sampling, bias, stop, prompt_seen, counts)
+        banned = self._banned(sampling)
+        self._rules[handle] = _Rules(sampling, bias, banned, stop, prompt_seen, counts)
 
     def forget(self, handle: int) -> None:
         """Drops what `begin` made."""
@@ -132,6 +134,14 @@ class Sampler:
             for row, token, logprob in zip(rows, token_ids, logprobs, strict=True)
         }
 
+    def _banned(self, sampling: Sampling) -> Tensor | None:
+        if not (sampling.allowed_token_ids or sampling.banned_token_ids):
+            return None
+        banned_V = self._mask(sorted(sampling.banned_token_ids))
+        if sampling.allowed_token_ids:
+            banned_V |= ~self._mask(sorted(sampling.allowed_token_ids))
+        return banned_V
+
     def _mask(self, token_ids: Sequence[int]) -> Tensor:
         mask = torch.zeros(self._vocab_size, dtype=torch.bool, device=self._device)
         mask[torch.tensor(token_ids, dtype=torch.int64, device=self._device)] = True
@@ -149,6 +159,8 @@ class Sampler:
                 _penalise(logits_V, rule)
             if rule.bias_V is not None:
                 logits_V += rule.bias_V
+            if rule.banned_V is not None:
+                logits_V.masked_fill_(rule.banned_V, float("-inf"))
             if rule.stop_V is not None and row.output_index < sampling.min_tokens:
                 logits_V.masked_fill_(rule.stop_V, float("-inf"))
         return adjusted_SV

@@ -7,11 +7,13 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from m3stack.engine.waiting import MAX_PRIORITY
 from m3stack.errors import ErrorKind, WorkerError
 from m3stack.types import MediaItem, MediaKind, PatchFormat, Request, Sampling, Span
 from m3stack.worker.v1 import worker_pb2 as pb
 
 MAX_REQUEST_ID_CHARS = 128
+MAX_TENANT_CHARS = 128
 MAX_STOP_IDS = 1024
 MAX_TOP_LOGPROBS = 20
 HASH_BYTES = 32
@@ -47,6 +49,7 @@ class ModelLimits:
     fingerprint: bytes
     vocab_size: int
     max_context_tokens: int
+    eos_token_id: int
     image_token_id: int
     video_token_id: int
     channels: int
@@ -62,7 +65,13 @@ def read_header(header: pb.GenerateHeader, limits: ModelLimits) -> Request:
     Raises:
         WorkerError: names the field at fault, its value and the limit.
     """
-    _check_request_id(header.request_id)
+    _check_name("request_id", header.request_id, at_least=1, at_most=MAX_REQUEST_ID_CHARS)
+    _check_name("tenant", header.tenant, at_least=0, at_most=MAX_TENANT_CHARS)
+    _check_name("cache_salt", header.cache_salt, at_least=0, at_most=MAX_TENANT_CHARS)
+    if abs(header.priority) > MAX_PRIORITY:
+        raise _invalid(
+            "priority", f"is {header.priority}, expected -{MAX_PRIORITY} to {MAX_PRIORITY}"
+        )
     if header.fingerprint and header.fingerprint != limits.fingerprint:
         raise _invalid(
             "fingerprint",
@@ -78,7 +87,16 @@ def read_header(header: pb.GenerateHeader, limits: ModelLimits) -> Request:
         _read_item(item, f"media[{index}]", limits) for index, item in enumerate(header.media)
     )
     _check_spans(prompt, media, limits)
-    return Request(header.request_id, prompt, sampling, patch_format, media)
+    return Request(
+        header.request_id,
+        prompt,
+        sampling,
+        patch_format,
+        media,
+        priority=header.priority,
+        tenant=header.tenant,
+        cache_salt=header.cache_salt,
+    )
 
 
 def patch_bytes(item: MediaItem, limits: ModelLimits) -> int:
@@ -97,14 +115,12 @@ def _invalid(param: str, complaint: str) -> WorkerError:
     return WorkerError(ErrorKind.INVALID_REQUEST, f"{param} {complaint}", param)
 
 
-def _check_request_id(request_id: str) -> None:
-    if not 1 <= len(request_id) <= MAX_REQUEST_ID_CHARS:
-        raise _invalid(
-            "request_id", f"has {len(request_id)} characters, expected 1 to {MAX_REQUEST_ID_CHARS}"
-        )
+def _check_name(param: str, name: str, *, at_least: int, at_most: int) -> None:
+    if not at_least <= len(name) <= at_most:
+        raise _invalid(param, f"has {len(name)} characters, expected {at_least} to {at_most}")
     # it is logged: no line breaks or escape codes
-    if not (request_id.isascii() and request_id.isprintable()):
-        raise _invalid("request_id", "may hold printable ASCII only")
+    if not (name.isascii() and (name.isprintable() or not name)):
+        raise _invalid(param, "may hold printable ASCII only")
 
 
 def _check_prompt(prompt: Sequence[int], limits: ModelLimits) -> None:
@@ -172,6 +188,8 @@ def _read_sampling(header: pb.GenerateHeader, limits: ModelLimits) -> Sampling:
         top_logprobs=given.top_logprobs,
         stop_token_ids=frozenset(given.stop_token_ids),
         logit_bias=dict(given.logit_bias),
+        allowed_token_ids=frozenset(given.allowed_token_ids),
+        banned_token_ids=frozenset(given.banned_token_ids),
     )
 
 
@@ -190,16 +208,35 @@ def _check_ids(given: pb.Sampling, limits: ModelLimits) -> None:
     if len(given.stop_token_ids) > MAX_STOP_IDS:
         count = len(given.stop_token_ids)
         raise _invalid("sampling.stop_token_ids", f"has {count} ids, the limit is {MAX_STOP_IDS}")
-    for token_id in given.stop_token_ids:
-        if token_id > end:
-            raise _invalid(
-                "sampling.stop_token_ids", f"holds {token_id}, the vocabulary ends at {end}"
-            )
+    for name in ("stop_token_ids", "allowed_token_ids", "banned_token_ids"):
+        largest = max(getattr(given, name), default=0)
+        if largest > end:
+            raise _invalid(f"sampling.{name}", f"holds {largest}, the vocabulary ends at {end}")
     for token_id, bias in given.logit_bias.items():
         if token_id > end:
             raise _invalid("sampling.logit_bias", f"holds {token_id}, the vocabulary ends at {end}")
         if not -100 <= bias <= 100:
             raise _invalid(f"sampling.logit_bias[{token_id}]", f"is {bias:g}, expected -100 to 100")
+    _check_choice(given, limits)
+
+
+def _check_choice(given: pb.Sampling, limits: ModelLimits) -> None:
+    """Something must be left to sample, before `min_tokens` as well."""
+    banned, allowed = set(given.banned_token_ids), set(given.allowed_token_ids)
+    if not (allowed or banned):
+        return
+
+    def num_left(out: set[int]) -> int:
+        return len(allowed - out) if allowed else limits.vocab_size - len(out)
+
+    if not num_left(banned):
+        raise _invalid("sampling.banned_token_ids", "hold every id that is allowed")
+    ends = set(given.stop_token_ids) | (set() if given.ignore_eos else {limits.eos_token_id})
+    if given.min_tokens and not num_left(banned | ends):
+        raise _invalid(
+            "sampling.min_tokens",
+            f"is {given.min_tokens}, but every id that is allowed ends the request",
+        )
 
 
 def _read_patch_format(header: pb.GenerateHeader, limits: ModelLimits) -> PatchFormat | None:

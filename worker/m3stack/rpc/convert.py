@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from m3stack.engine.account import Account
 from m3stack.errors import ErrorKind, WorkerError
 from m3stack.types import (
     Event,
@@ -100,6 +101,9 @@ def header_to_proto(request: Request, fingerprint: bytes) -> pb.GenerateHeader:
         prompt_token_ids=request.prompt_token_ids,
         sampling=_sampling_to_proto(request.sampling),
         media=[_item_to_proto(item, request.patch_format) for item in request.media],
+        priority=request.priority,
+        tenant=request.tenant,
+        cache_salt=request.cache_salt,
     )
     if request.patch_format is not None:
         header.patch_format.CopyFrom(_patch_format_to_proto(request.patch_format))
@@ -123,6 +127,8 @@ def _sampling_to_proto(sampling: Sampling) -> pb.Sampling:
         top_logprobs=sampling.top_logprobs,
         stop_token_ids=sorted(sampling.stop_token_ids),
         logit_bias=dict(sampling.logit_bias),
+        allowed_token_ids=sorted(sampling.allowed_token_ids),
+        banned_token_ids=sorted(sampling.banned_token_ids),
     )
 
 
@@ -174,6 +180,32 @@ def load_from_proto(load: pb.Load) -> Load:
     )
 
 
+def account_to_proto(account: Account) -> pb.ExplainResponse:
+    return pb.ExplainResponse(
+        request_id=account.request_id,
+        outcome=account.outcome,
+        prompt_tokens=account.prompt_tokens,
+        cached_tokens=account.cached_tokens,
+        output_tokens=account.output_tokens,
+        preemptions=account.preemptions,
+        entries=[
+            pb.AccountEntry(
+                phase=entry.phase.value,
+                start_ms=entry.start_s * 1000,
+                duration_ms=entry.duration_s * 1000,
+                steps=entry.work.steps,
+                steps_ms=entry.work.steps_s * 1000,
+                tokens=entry.tokens,
+                batch_tokens=entry.work.tokens,
+                mixed_steps=entry.work.mixed_steps,
+                mixed_ms=entry.work.mixed_s * 1000,
+                note=entry.note,
+            )
+            for entry in account.entries
+        ],
+    )
+
+
 def error_to_proto(kind: ErrorKind, message: str, param: str) -> bytes:
     """What stands in the trailer of a failed call."""
     detail = pb.ErrorDetail(kind=f"ERROR_KIND_{kind.name}", message=message, param=param)
@@ -210,6 +242,9 @@ def request_from_header(header: pb.GenerateHeader, patches: Sequence[bytes]) -> 
         media=tuple(
             _item_from_proto(item, rows) for item, rows in zip(header.media, patches, strict=True)
         ),
+        priority=header.priority,
+        tenant=header.tenant,
+        cache_salt=header.cache_salt,
     )
 
 
@@ -230,6 +265,8 @@ def _sampling_from_proto(given: pb.Sampling) -> Sampling:
         top_logprobs=given.top_logprobs,
         stop_token_ids=frozenset(given.stop_token_ids),
         logit_bias=dict(given.logit_bias),
+        allowed_token_ids=frozenset(given.allowed_token_ids),
+        banned_token_ids=frozenset(given.banned_token_ids),
     )
 
 

@@ -45,7 +45,7 @@ Call = grpc.aio.ServicerContext[pb.GenerateRequest, pb.GenerateResponse]
 class RequestSink(Protocol):
     """The engine, as far as calls are concerned."""
 
-    def submit(self, handle: int, request: Request) -> None: ...
+    def submit(self, handle: int, request: Request, *, upload_s: float = 0.0) -> None: ...
 
     def cancel(self, handle: int) -> None: ...
 
@@ -109,7 +109,7 @@ class WorkerService(pb_grpc.WorkerServiceServicer):
                 error.kind.name.lower(),
                 _loggable(error.message),
             )
-            await _abort(context, error)
+            await abort(context, error)
         except grpc.aio.AbortError:
             raise
         except Exception:  # noqa: BLE001 - the call must end with a status of ours
@@ -117,7 +117,7 @@ class WorkerService(pb_grpc.WorkerServiceServicer):
             if context.done():
                 return
             _log.exception("request_crashed request_id=%s", _loggable(request_id))
-            await _abort(context, WorkerError(ErrorKind.INTERNAL, "the worker failed"))
+            await abort(context, WorkerError(ErrorKind.INTERNAL, "the worker failed"))
 
     async def Watch(
         self,
@@ -130,7 +130,7 @@ class WorkerService(pb_grpc.WorkerServiceServicer):
             error = WorkerError(
                 ErrorKind.INVALID_REQUEST, text + str(MAX_HEARTBEAT_MS), "heartbeat_ms"
             )
-            await _abort(context, error)
+            await abort(context, error)
         async with aclosing(self._parts.board.watch(WatchTiming(heartbeat_ms / 1000))) as messages:
             async for message in messages:
                 await context.write(message)
@@ -167,6 +167,8 @@ class WorkerService(pb_grpc.WorkerServiceServicer):
             raise WorkerError(
                 ErrorKind.OVERLOADED, f"{queued} requests are waiting, the limit is {most}"
             )
+        loop = asyncio.get_running_loop()
+        began_at = loop.time()
         session = parts.sessions.open()
         reservation: Reservation | None = None
         is_submitted = False
@@ -177,7 +179,8 @@ class WorkerService(pb_grpc.WorkerServiceServicer):
                 received = await self._receive_media(sizes, reservation, context)
                 request = _with_patches(request, received)
                 del received
-            engine.submit(session.handle, request)
+            upload_s = loop.time() - began_at if request.media else 0.0
+            engine.submit(session.handle, request, upload_s=upload_s)
             is_submitted = True
             # the engine owns the patches now: keep no reference here
             del request, header
@@ -277,7 +280,8 @@ async def _read(context: Call) -> pb.GenerateRequest | None:
     return message if isinstance(message, pb.GenerateRequest) else None
 
 
-async def _abort(context: grpc.aio.ServicerContext, error: WorkerError) -> None:
+async def abort(context: grpc.aio.ServicerContext, error: WorkerError) -> None:
+    """Ends a call with an error in the form every client of a worker knows."""
     status = grpc.StatusCode[GRPC_STATUS_NAME[error.kind]]
     detail = convert.error_to_proto(error.kind, error.message, error.param)
     await context.abort(status, error.message, ((convert.ERROR_TRAILER, detail),))

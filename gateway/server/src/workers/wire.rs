@@ -86,6 +86,8 @@ fn generate_header(header: &RequestHeader, request_id: &str, seed: u64) -> proto
         sampling: Some(sampling(header, seed)),
         patch_format: (!header.items.is_empty()).then(|| patch_format(header)),
         media: header.items.iter().map(|item| media_item(item, header.layout)).collect(),
+        // ordinary priority, the nameless tenant, no salt of its own
+        ..proto::GenerateHeader::default()
     }
 }
 
@@ -107,6 +109,8 @@ fn sampling(header: &RequestHeader, seed: u64) -> proto::Sampling {
         logprobs: Some(generation.logprobs.wanted),
         stop_token_ids: header.stop_token_ids.clone(),
         logit_bias: generation.logit_bias.iter().copied().collect(),
+        // all may be sampled, none is banned
+        ..proto::Sampling::default()
     }
 }
 

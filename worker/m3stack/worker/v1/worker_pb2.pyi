@@ -73,23 +73,29 @@ class GenerateRequest(_message.Message):
     def __init__(self, header: _Optional[_Union[GenerateHeader, _Mapping]] = ..., chunk: _Optional[_Union[MediaChunk, _Mapping]] = ...) -> None: ...
 
 class GenerateHeader(_message.Message):
-    __slots__ = ("request_id", "fingerprint", "prompt_token_ids", "sampling", "patch_format", "media")
+    __slots__ = ("request_id", "fingerprint", "prompt_token_ids", "sampling", "patch_format", "media", "priority", "tenant", "cache_salt")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     FINGERPRINT_FIELD_NUMBER: _ClassVar[int]
     PROMPT_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     SAMPLING_FIELD_NUMBER: _ClassVar[int]
     PATCH_FORMAT_FIELD_NUMBER: _ClassVar[int]
     MEDIA_FIELD_NUMBER: _ClassVar[int]
+    PRIORITY_FIELD_NUMBER: _ClassVar[int]
+    TENANT_FIELD_NUMBER: _ClassVar[int]
+    CACHE_SALT_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     fingerprint: bytes
     prompt_token_ids: _containers.RepeatedScalarFieldContainer[int]
     sampling: Sampling
     patch_format: PatchFormat
     media: _containers.RepeatedCompositeFieldContainer[MediaItem]
-    def __init__(self, request_id: _Optional[str] = ..., fingerprint: _Optional[bytes] = ..., prompt_token_ids: _Optional[_Iterable[int]] = ..., sampling: _Optional[_Union[Sampling, _Mapping]] = ..., patch_format: _Optional[_Union[PatchFormat, _Mapping]] = ..., media: _Optional[_Iterable[_Union[MediaItem, _Mapping]]] = ...) -> None: ...
+    priority: int
+    tenant: str
+    cache_salt: str
+    def __init__(self, request_id: _Optional[str] = ..., fingerprint: _Optional[bytes] = ..., prompt_token_ids: _Optional[_Iterable[int]] = ..., sampling: _Optional[_Union[Sampling, _Mapping]] = ..., patch_format: _Optional[_Union[PatchFormat, _Mapping]] = ..., media: _Optional[_Iterable[_Union[MediaItem, _Mapping]]] = ..., priority: _Optional[int] = ..., tenant: _Optional[str] = ..., cache_salt: _Optional[str] = ...) -> None: ...
 
 class Sampling(_message.Message):
-    __slots__ = ("temperature", "top_p", "top_k", "min_p", "seed", "max_tokens", "min_tokens", "ignore_eos", "repetition_penalty", "presence_penalty", "frequency_penalty", "top_logprobs", "logprobs", "stop_token_ids", "logit_bias")
+    __slots__ = ("temperature", "top_p", "top_k", "min_p", "seed", "max_tokens", "min_tokens", "ignore_eos", "repetition_penalty", "presence_penalty", "frequency_penalty", "top_logprobs", "logprobs", "stop_token_ids", "logit_bias", "allowed_token_ids", "banned_token_ids")
     class LogitBiasEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -112,6 +118,8 @@ class Sampling(_message.Message):
     LOGPROBS_FIELD_NUMBER: _ClassVar[int]
     STOP_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     LOGIT_BIAS_FIELD_NUMBER: _ClassVar[int]
+    ALLOWED_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
+    BANNED_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     temperature: float
     top_p: float
     top_k: int
@@ -127,7 +135,9 @@ class Sampling(_message.Message):
     logprobs: bool
     stop_token_ids: _containers.RepeatedScalarFieldContainer[int]
     logit_bias: _containers.ScalarMap[int, float]
-    def __init__(self, temperature: _Optional[float] = ..., top_p: _Optional[float] = ..., top_k: _Optional[int] = ..., min_p: _Optional[float] = ..., seed: _Optional[int] = ..., max_tokens: _Optional[int] = ..., min_tokens: _Optional[int] = ..., ignore_eos: _Optional[bool] = ..., repetition_penalty: _Optional[float] = ..., presence_penalty: _Optional[float] = ..., frequency_penalty: _Optional[float] = ..., top_logprobs: _Optional[int] = ..., logprobs: _Optional[bool] = ..., stop_token_ids: _Optional[_Iterable[int]] = ..., logit_bias: _Optional[_Mapping[int, float]] = ...) -> None: ...
+    allowed_token_ids: _containers.RepeatedScalarFieldContainer[int]
+    banned_token_ids: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, temperature: _Optional[float] = ..., top_p: _Optional[float] = ..., top_k: _Optional[int] = ..., min_p: _Optional[float] = ..., seed: _Optional[int] = ..., max_tokens: _Optional[int] = ..., min_tokens: _Optional[int] = ..., ignore_eos: _Optional[bool] = ..., repetition_penalty: _Optional[float] = ..., presence_penalty: _Optional[float] = ..., frequency_penalty: _Optional[float] = ..., top_logprobs: _Optional[int] = ..., logprobs: _Optional[bool] = ..., stop_token_ids: _Optional[_Iterable[int]] = ..., logit_bias: _Optional[_Mapping[int, float]] = ..., allowed_token_ids: _Optional[_Iterable[int]] = ..., banned_token_ids: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class PatchFormat(_message.Message):
     __slots__ = ("dtype", "mean", "std", "channels", "patch_size", "temporal_patch_size", "merge_size")
@@ -348,3 +358,61 @@ class Load(_message.Message):
     total_pages: int
     steps: int
     def __init__(self, running_requests: _Optional[int] = ..., waiting_requests: _Optional[int] = ..., waiting_prompt_tokens: _Optional[int] = ..., used_pages: _Optional[int] = ..., total_pages: _Optional[int] = ..., steps: _Optional[int] = ...) -> None: ...
+
+class FlushPrefixCacheRequest(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class FlushPrefixCacheResponse(_message.Message):
+    __slots__ = ("freed_pages",)
+    FREED_PAGES_FIELD_NUMBER: _ClassVar[int]
+    freed_pages: int
+    def __init__(self, freed_pages: _Optional[int] = ...) -> None: ...
+
+class ExplainRequest(_message.Message):
+    __slots__ = ("request_id",)
+    REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
+    request_id: str
+    def __init__(self, request_id: _Optional[str] = ...) -> None: ...
+
+class ExplainResponse(_message.Message):
+    __slots__ = ("request_id", "outcome", "prompt_tokens", "cached_tokens", "output_tokens", "preemptions", "entries")
+    REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
+    OUTCOME_FIELD_NUMBER: _ClassVar[int]
+    PROMPT_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    CACHED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    OUTPUT_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    PREEMPTIONS_FIELD_NUMBER: _ClassVar[int]
+    ENTRIES_FIELD_NUMBER: _ClassVar[int]
+    request_id: str
+    outcome: str
+    prompt_tokens: int
+    cached_tokens: int
+    output_tokens: int
+    preemptions: int
+    entries: _containers.RepeatedCompositeFieldContainer[AccountEntry]
+    def __init__(self, request_id: _Optional[str] = ..., outcome: _Optional[str] = ..., prompt_tokens: _Optional[int] = ..., cached_tokens: _Optional[int] = ..., output_tokens: _Optional[int] = ..., preemptions: _Optional[int] = ..., entries: _Optional[_Iterable[_Union[AccountEntry, _Mapping]]] = ...) -> None: ...
+
+class AccountEntry(_message.Message):
+    __slots__ = ("phase", "start_ms", "duration_ms", "steps", "steps_ms", "tokens", "batch_tokens", "mixed_steps", "mixed_ms", "note")
+    PHASE_FIELD_NUMBER: _ClassVar[int]
+    START_MS_FIELD_NUMBER: _ClassVar[int]
+    DURATION_MS_FIELD_NUMBER: _ClassVar[int]
+    STEPS_FIELD_NUMBER: _ClassVar[int]
+    STEPS_MS_FIELD_NUMBER: _ClassVar[int]
+    TOKENS_FIELD_NUMBER: _ClassVar[int]
+    BATCH_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    MIXED_STEPS_FIELD_NUMBER: _ClassVar[int]
+    MIXED_MS_FIELD_NUMBER: _ClassVar[int]
+    NOTE_FIELD_NUMBER: _ClassVar[int]
+    phase: str
+    start_ms: float
+    duration_ms: float
+    steps: int
+    steps_ms: float
+    tokens: int
+    batch_tokens: int
+    mixed_steps: int
+    mixed_ms: float
+    note: str
+    def __init__(self, phase: _Optional[str] = ..., start_ms: _Optional[float] = ..., duration_ms: _Optional[float] = ..., steps: _Optional[int] = ..., steps_ms: _Optional[float] = ..., tokens: _Optional[int] = ..., batch_tokens: _Optional[int] = ..., mixed_steps: _Optional[int] = ..., mixed_ms: _Optional[float] = ..., note: _Optional[str] = ...) -> None: ...

@@ -149,3 +149,125 @@ class WorkerService:
             timeout,
             metadata,
             _registered_method=True)
+
+
+class AdminServiceStub:
+    """What an operator may ask of a worker; no request depends on it.
+    """
+
+    def __init__(self, channel):
+        """Constructor.
+
+        Args:
+            channel: A grpc.Channel.
+        """
+        self.FlushPrefixCache = channel.unary_unary(
+                '/m3stack.worker.v1.AdminService/FlushPrefixCache',
+                request_serializer=m3stack_dot_worker_dot_v1_dot_worker__pb2.FlushPrefixCacheRequest.SerializeToString,
+                response_deserializer=m3stack_dot_worker_dot_v1_dot_worker__pb2.FlushPrefixCacheResponse.FromString,
+                _registered_method=True)
+        self.Explain = channel.unary_unary(
+                '/m3stack.worker.v1.AdminService/Explain',
+                request_serializer=m3stack_dot_worker_dot_v1_dot_worker__pb2.ExplainRequest.SerializeToString,
+                response_deserializer=m3stack_dot_worker_dot_v1_dot_worker__pb2.ExplainResponse.FromString,
+                _registered_method=True)
+
+
+class AdminServiceServicer:
+    """What an operator may ask of a worker; no request depends on it.
+    """
+
+    def FlushPrefixCache(self, request, context):
+        """Forgets every computed page that is kept for later requests, on the GPU and in host memory.
+        Running requests go on; what they have computed is not found by later ones.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Explain(self, request, context):
+        """Says where a request's time went. The worker keeps accounts of its latest requests only;
+        NOT_FOUND for one it does not know (any more).
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+
+def add_AdminServiceServicer_to_server(servicer, server):
+    rpc_method_handlers = {
+            'FlushPrefixCache': grpc.unary_unary_rpc_method_handler(
+                    servicer.FlushPrefixCache,
+                    request_deserializer=m3stack_dot_worker_dot_v1_dot_worker__pb2.FlushPrefixCacheRequest.FromString,
+                    response_serializer=m3stack_dot_worker_dot_v1_dot_worker__pb2.FlushPrefixCacheResponse.SerializeToString,
+            ),
+            'Explain': grpc.unary_unary_rpc_method_handler(
+                    servicer.Explain,
+                    request_deserializer=m3stack_dot_worker_dot_v1_dot_worker__pb2.ExplainRequest.FromString,
+                    response_serializer=m3stack_dot_worker_dot_v1_dot_worker__pb2.ExplainResponse.SerializeToString,
+            ),
+    }
+    generic_handler = grpc.method_handlers_generic_handler(
+            'm3stack.worker.v1.AdminService', rpc_method_handlers)
+    server.add_generic_rpc_handlers((generic_handler,))
+    server.add_registered_method_handlers('m3stack.worker.v1.AdminService', rpc_method_handlers)
+
+
+ # This class is part of an EXPERIMENTAL API.
+class AdminService:
+    """What an operator may ask of a worker; no request depends on it.
+    """
+
+    @staticmethod
+    def FlushPrefixCache(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/m3stack.worker.v1.AdminService/FlushPrefixCache',
+            m3stack_dot_worker_dot_v1_dot_worker__pb2.FlushPrefixCacheRequest.SerializeToString,
+            m3stack_dot_worker_dot_v1_dot_worker__pb2.FlushPrefixCacheResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Explain(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/m3stack.worker.v1.AdminService/Explain',
+            m3stack_dot_worker_dot_v1_dot_worker__pb2.ExplainRequest.SerializeToString,
+            m3stack_dot_worker_dot_v1_dot_worker__pb2.ExplainResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
