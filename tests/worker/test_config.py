@@ -69,6 +69,12 @@ def test_flag_beats_environment_beats_file_beats_default(tmp_path: Path) -> None
         ({"device": "tpu"}, {}, "'tpu', expected auto, cpu, cuda or cuda:N"),
         ({"dtype": "int8"}, {}, "expected one of auto, float32, bfloat16"),
         ({"log_level": "loud"}, {}, "expected one of debug, info, warn, warning, error"),
+        ({"host_cache_bytes": -2}, {}, "host_cache_bytes is -2, expected at least -1"),
+        (
+            {"max_mixed_tokens": 64},
+            {},
+            "max_mixed_tokens is 64, expected more than max_sequences (64)",
+        ),
         (
             {"max_batch_tokens": 8, "max_sequences": 8},
             {},

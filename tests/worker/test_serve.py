@@ -36,6 +36,7 @@ from m3stack.types import (
     Tokens,
     WorkerState,
 )
+from m3stack.worker.v1 import worker_pb2, worker_pb2_grpc
 from tests.parity import golden
 from tests.worker.served import TIMEOUT_S, Served, config, serve_around
 
@@ -175,7 +176,8 @@ def test_sixteen_mixed_requests_at_once_each_equal_themselves_alone(num_pages: i
     assert serve_around(settings, scenario) == EXIT_DRAINED
 
 
-def test_preempted_request_recomputes_to_the_same_tokens() -> None:
+@pytest.mark.parametrize("host_cache_bytes", [0, 1 << 24])
+def test_preempted_request_goes_on_to_the_same_tokens(host_cache_bytes: int) -> None:
     def scenario(served: Served) -> None:
         served.wait_until(WorkerState.READY)
         # the newer one takes the last of five pages, the older one needs it later
@@ -189,8 +191,32 @@ def test_preempted_request_recomputes_to_the_same_tokens() -> None:
             together = [t for e in first if isinstance(e, Tokens) for t in e.token_ids]
             assert [together, second.result(TIMEOUT_S)] == alone
         assert metric(served, "m3stack_worker_preemptions_total") == 1
+        restored = metric(served, "m3stack_worker_restored_bytes_total")
+        assert (restored > 0) is (host_cache_bytes > 0)
 
-    settings = config(num_pages=5, prefix_cache=False, metrics_listen="127.0.0.1:0")
+    settings = config(
+        num_pages=5,
+        prefix_cache=False,
+        host_cache_bytes=host_cache_bytes,
+        metrics_listen="127.0.0.1:0",
+    )
+    assert serve_around(settings, scenario) == EXIT_DRAINED
+
+
+def test_clip_encoded_segment_by_segment_equals_the_golden() -> None:
+    def scenario(served: Served) -> None:
+        served.wait_until(WorkerState.READY)
+        events = served.events(video_request(logprobs=True, top_logprobs=20))
+        assert_first_step_equals(events, golden.outputs("video")["logits"].view(-1, 320)[-1])
+        # six temporal patches, of which four see each other
+        assert metric(served, "m3stack_worker_encoded_media_parts_total") == 2
+        with grpc.insecure_channel(served.target) as channel:
+            stub = worker_pb2_grpc.AdminServiceStub(channel)
+            told = stub.Explain(worker_pb2.ExplainRequest(request_id="video"))
+        encodes = [entry.note for entry in told.entries if entry.phase == "encode"]
+        assert encodes == ["parts 0 to 0", "parts 1 to 1"], "both in one step"
+
+    settings = config(max_encode_patches=50, metrics_listen="127.0.0.1:0")
     assert serve_around(settings, scenario) == EXIT_DRAINED
 
 
@@ -219,6 +245,7 @@ def test_health_reflection_metrics_and_identity_tell_the_truth() -> None:
             ask = reflection_pb2.ServerReflectionRequest(list_services="")
             (reply,) = stub.ServerReflectionInfo(iter([ask]))
             names = {service.name for service in reply.list_services_response.service}
+            assert "m3stack.worker.v1.AdminService" in names
             assert {"m3stack.worker.v1.WorkerService", "grpc.health.v1.Health"} <= names
         served.tokens(text_request(10))
         assert metric(served, 'm3stack_worker_requests_total{outcome="length"}') == 1

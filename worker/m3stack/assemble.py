@@ -10,17 +10,20 @@ from pathlib import Path
 
 import torch
 
+from m3stack.cache.host import HostTier
+from m3stack.cache.host_pool import HostPool, slots_within
 from m3stack.cache.media import MediaLedger
 from m3stack.cache.pages import PageAllocator
 from m3stack.cache.pool import KvPool, PageShape
 from m3stack.cache.prefix import PrefixCache
 from m3stack.config import WorkerConfig
+from m3stack.engine.budget import SchedulerLimits
 from m3stack.engine.encoder import Encoder
 from m3stack.engine.engine import EngineParts, EngineSettings
 from m3stack.engine.inputs import InputBuilder
 from m3stack.engine.runner import ModelRunner
 from m3stack.engine.sampler import Sampler
-from m3stack.engine.scheduler import Scheduler, SchedulerLimits
+from m3stack.engine.scheduler import Scheduler
 from m3stack.errors import StartupError
 from m3stack.kernels.build import KernelUnavailableError
 from m3stack.kernels.interface import Kernels
@@ -37,6 +40,9 @@ _log = logging.getLogger(__name__)
 # a CPU shares its memory with everything else on the machine
 CPU_POOL_BYTES = 1 << 30
 CPU_BATCH_TOKENS, GPU_BATCH_TOKENS = 512, 8192
+# beside decode, a step of that share of the tokens of a whole one
+GPU_MIXED_SHARE = 4
+GPU_HOST_BYTES = 8 << 30
 # below that many parameters, handing work to threads costs more than it saves
 SMALL_MODEL_VALUES = 50_000_000
 
@@ -149,11 +155,15 @@ def assemble(
         pool.num_bytes,
         context,
     )
-    pages = PrefixCache(PageAllocator(pool.num_pages), enabled=config.prefix_cache)
+    host_pool = _build_host_pool(config, pool, hardware.device)
+    host = host_pool and HostTier(
+        host_pool.num_slots, restore_cost_tokens=config.host_restore_cost_tokens
+    )
+    pages = PrefixCache(PageAllocator(pool.num_pages), enabled=config.prefix_cache, host=host)
     parts = EngineParts(
         scheduler=Scheduler(_scheduler_limits(config, hardware.device), pages, around.media),
         pages=pages,
-        runner=_runner(model, pool, around.media, hardware.device),
+        runner=_runner(model, pool, host_pool, around.media),
         media=around.media,
         metrics=around.metrics,
     )
@@ -161,6 +171,8 @@ def assemble(
         page_tokens=model_config.block_tokens,
         max_context_tokens=context,
         eos_token_id=model_config.eos_token_id,
+        segment_patches=model_config.vision.segment_max_patches,
+        page_bytes=pool.shape.bytes_per_page,
     )
     return Assembly(parts, settings, model_limits(model_config, context, hardware.dtype))
 
@@ -193,13 +205,18 @@ def _context_of(config: WorkerConfig, model: M3Config, pool: KvPool) -> int:
     return min(wanted, held)
 
 
-def _runner(model: M3Model, pool: KvPool, media: MediaLedger, device: torch.device) -> ModelRunner:
+def _runner(
+    model: M3Model, pool: KvPool, host_pool: HostPool | None, media: MediaLedger
+) -> ModelRunner:
+    device = pool.layers[0].k_PGBD.device
+    segment_patches = model.config.vision.segment_max_patches
     return ModelRunner(
         model.forward,
         pool.layers,
-        encoder=Encoder(model.encode_media, media, device),
+        encoder=Encoder(model.encode_media, media, device, segment_patches=segment_patches),
         inputs=InputBuilder(model.config.block_tokens, device),
         sampler=Sampler(model.config.vocab_size, device),
+        copy_page=host_pool.copy if host_pool is not None else None,
     )
 
 
@@ -234,12 +251,34 @@ def _set_threads(config: WorkerConfig, model: M3Model) -> None:
 
 
 def _scheduler_limits(config: WorkerConfig, device: torch.device) -> SchedulerLimits:
-    automatic = CPU_BATCH_TOKENS if device.type == "cpu" else GPU_BATCH_TOKENS
+    is_cpu = device.type == "cpu"
+    automatic = CPU_BATCH_TOKENS if is_cpu else GPU_BATCH_TOKENS
+    batch = config.max_batch_tokens or max(automatic, 2 * config.max_sequences)
+    mixed = batch if is_cpu else max(batch // GPU_MIXED_SHARE, 2 * config.max_sequences)
     return SchedulerLimits(
-        max_batch_tokens=config.max_batch_tokens or max(automatic, 2 * config.max_sequences),
+        max_batch_tokens=batch,
         max_sequences=config.max_sequences,
         max_encode_patches=config.max_encode_patches,
+        max_mixed_tokens=config.max_mixed_tokens or mixed,
+        growth_prefix_tokens=config.chunk_growth_prefix_tokens,
+        max_running_per_tenant=config.max_sequences_per_tenant,
     )
+
+
+def _build_host_pool(config: WorkerConfig, pool: KvPool, device: torch.device) -> HostPool | None:
+    """Host memory for pages, if any is wanted and if restoring a page is ever worth it."""
+    num_bytes = config.host_cache_bytes
+    free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    if num_bytes < 0:
+        num_bytes = 0 if device.type == "cpu" else min(GPU_HOST_BYTES, free // 4)
+    num_slots = slots_within(num_bytes, pool.shape)
+    if num_bytes > free:
+        raise StartupError(
+            f"host_cache_bytes is {num_bytes}, only {free} bytes of host memory are free; lower it"
+        )
+    if num_slots == 0 or config.host_restore_cost_tokens >= pool.shape.page_tokens:
+        return None
+    return HostPool(pool, num_slots)
 
 
 def _build_pool(config: WorkerConfig, model: M3Config, hardware: Hardware) -> KvPool:

@@ -103,11 +103,38 @@ class WorkerConfig:
         0.9, "share of the memory left after loading that cache pages may take", _fraction
     )
     num_pages: int = _setting(0, "cache pages; 0: from kv_memory_fraction", _at_least(0))
+    host_cache_bytes: int = _setting(
+        -1,
+        "host memory for cache pages the device has no room for; 0: none; -1: none on a CPU, "
+        "8 GiB (a quarter of what is free at most) on a GPU",
+        _at_least(-1),
+    )
+    host_restore_cost_tokens: int = _setting(
+        16,
+        "prompt tokens computed in the time a page takes to come back from host memory; shorter "
+        "pages are computed again",
+        _at_least(0),
+    )
     prefix_cache: bool = _setting(True, "keep computed pages for later requests", _any)
     max_batch_tokens: int = _setting(
         0, "tokens of a step; 0: 512 on a CPU, 8192 on a GPU", _at_least(0)
     )
+    max_mixed_tokens: int = _setting(
+        0,
+        "tokens of a step in which requests wait for their next token; smaller: shorter waits, "
+        "slower prompts; 0: a quarter of max_batch_tokens on a GPU, all of it on a CPU",
+        _at_least(0),
+    )
+    chunk_growth_prefix_tokens: int = _setting(
+        131072,
+        "while nobody waits for a token, a prompt's steps double once that many of its tokens are "
+        "computed; 0: never",
+        _at_least(0),
+    )
     max_sequences: int = _setting(64, "requests that run at once", _at_least(1))
+    max_sequences_per_tenant: int = _setting(
+        0, "requests of one tenant that run at once; 0: no limit", _at_least(0)
+    )
     max_waiting_requests: int = _setting(
         1024, "requests that may queue; more are refused as overload", _at_least(1)
     )
@@ -300,8 +327,10 @@ def _article(kind: type) -> str:
 
 
 def _check_together(config: WorkerConfig) -> None:
-    if config.max_batch_tokens and config.max_batch_tokens <= config.max_sequences:
-        raise StartupError(
-            f"max_batch_tokens is {config.max_batch_tokens}, expected more than max_sequences "
-            f"({config.max_sequences}), so that prompts advance beside running requests"
-        )
+    for name in ("max_batch_tokens", "max_mixed_tokens"):
+        value = getattr(config, name)
+        if value and value <= config.max_sequences:
+            raise StartupError(
+                f"{name} is {value}, expected more than max_sequences "
+                f"({config.max_sequences}), so that prompts advance beside running requests"
+            )
