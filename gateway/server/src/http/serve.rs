@@ -57,6 +57,7 @@ async fn drain(app: &App, connections: &mut JoinSet<()>) {
         let _ = tokio::time::timeout(LAST_WORDS, all_gone(connections)).await;
     }
     connections.shutdown().await;
+    app.workers.stop();
 }
 
 async fn all_gone(connections: &mut JoinSet<()>) {

@@ -65,9 +65,7 @@ impl Drop for WorkerLease {
 
 impl Drop for WorkerPool {
     fn drop(&mut self) {
-        for follower in &self.followers {
-            follower.abort();
-        }
+        self.stop();
     }
 }
 
@@ -100,6 +98,13 @@ impl WorkerPool {
             pool.slots.push(Slot { address, channel, reports, assigned });
         }
         Ok(pool)
+    }
+
+    /// Follows the workers no longer; what is known of them stays as it is.
+    pub fn stop(&self) {
+        for follower in &self.followers {
+            follower.abort();
+        }
     }
 
     /// Every worker at this moment.
