@@ -7,6 +7,7 @@ import asyncio
 import grpc
 import pytest
 
+from m3stack.cli import explain
 from m3stack.engine.scheduler import SchedulerLimits
 from m3stack.types import Finished, Request
 from m3stack.worker.v1 import worker_pb2 as pb
@@ -90,6 +91,28 @@ def test_an_account_tells_of_uploads_encoding_preemption_and_restoring() -> None
             ]
 
     run(scenario)
+
+
+def test_the_command_prints_an_account_and_says_when_there_is_none(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    async def scenario() -> None:
+        async with worker() as subject:
+            await subject.tokens(text("mine-0", 200 - 5, max_tokens=5))
+            arguments = ["--worker", subject.target]
+            assert await asyncio.to_thread(explain.main, ["mine", *arguments]) == 0
+            assert await asyncio.to_thread(explain.main, ["other", *arguments]) == 1
+
+    run(scenario)
+    shown = capsys.readouterr()
+    assert "request mine-0: length" in shown.out
+    assert "prompt 195 tokens, 0 of them cached; output 5" in shown.out
+    lines = [line.split() for line in shown.out.splitlines()]
+    chunks = [line for line in lines if len(line) > 3 and line[2] == "prefill"]
+    # 13 steps: eight shown, five folded
+    assert len(chunks) == explain.SHOWN_CHUNKS + 1
+    assert sum(int(line[3]) for line in chunks) == 195
+    assert "no account of that request" in shown.err
 
 
 def test_running_requests_are_explained_and_unknown_ones_are_not_found() -> None:
