@@ -10,14 +10,16 @@ from pathlib import Path
 
 import torch
 
-from m3stack.bench.kernels import decode, prefill, prologue, report
+from m3stack.bench.kernels import decode, moe, prefill, prologue, report
 from m3stack.bench.kernels.harness import Case, measure_ceilings, run_case
 
 CASES: tuple[Case, ...] = (*decode.CASES, *prefill.CASES, *prologue.CASES)
 
 
 def main(arguments: list[str]) -> int:
-    """Runs the named cases; returns 1 if any was refused."""
+    """Runs the named cases; returns 1 if any was refused. `moe` has a report of its own."""
+    if arguments[:1] == ["moe"]:
+        return moe.main(arguments[1:])
     parser = argparse.ArgumentParser(prog="python -m m3stack.bench.kernels", description=__doc__)
     parser.add_argument("cases", nargs="*", default=["*"], help="row names or patterns")
     parser.add_argument("--out", type=Path, default=None, help="folder for JSON and picture")
