@@ -63,6 +63,17 @@ class Section:
     def __contains__(self, key: str) -> bool:
         return key in self._data
 
+    def is_set(self, key: str) -> bool:
+        """Whether a key that is there is not null."""
+        return self._data[key] is not None
+
+    def flag(self, key: str) -> bool:
+        """true or false."""
+        value = self._data[key]
+        if not isinstance(value, bool):
+            raise self.refusal(key, "true or false")
+        return value
+
     def whole(self, key: str, *, at_least: int = 1) -> int:
         """An integer of at least `at_least`."""
         value = self._data[key]

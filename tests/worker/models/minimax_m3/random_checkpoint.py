@@ -49,6 +49,15 @@ def random_config(seed: int) -> dict[str, Any]:
         "routed_scaling_factor": draw.choice([1.0, 2.0, 2.5]),
         "rope_theta": draw.choice([10000, 5000000]),
     }
+    if seed % 3 == 1:
+        text["rope_scaling"] = {
+            "type": "yarn",
+            "factor": 4.0,
+            "original_max_position_embeddings": 64,
+        }
+    if seed % 3 == 2:
+        rope = {"rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": 256}
+        text["rope_parameters"] = rope | {"rope_theta": text.pop("rope_theta")}
     chosen = draw.randint(2, 5)
     sparse |= {
         "sparse_index_dim": head_dim,

@@ -146,7 +146,7 @@ def top(**values: Any) -> Callable[[Object], None]:
         (top(image_token_index=200064), "image_token_id is 200064"),
         (top(image_token_index=200026), "placeholder are both 200026"),
         (text(attention_output_gate=True), "attention_output_gate is true, expected false"),
-        (text(rope_scaling={"type": "yarn", "factor": 2.0}), "rope_scaling is"),
+        (text(rope_scaling={"type": "dynamic", "factor": 2.0}), "rope_type is 'dynamic'"),
         (text(swiglu_beta=0.5), "swiglu_beta is 0.5"),
         (text(scoring_func="softmax"), 'scoring_func is "softmax"'),
         (text(qk_norm_type="full"), "qk_norm_type"),

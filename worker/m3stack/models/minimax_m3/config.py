@@ -15,6 +15,7 @@ from m3stack.errors import StartupError
 from m3stack.models.facts import ModelFacts
 from m3stack.models.minimax_m3 import config_keys as keys
 from m3stack.models.minimax_m3.quantization import Quantization, read_quantization
+from m3stack.models.minimax_m3.rope import Rope, read_rope
 from m3stack.models.strict_json import Section, read_object
 
 
@@ -61,6 +62,7 @@ class M3Config:
         index_dim: width of the index heads, of which there are `num_kv_heads`.
         block_tokens: tokens per selection block, which is a cache page.
         topk_blocks: blocks a row attends to, the `num_local_blocks` included.
+        rope: of the text model.
         sparse_layers, moe_layers: one entry a layer.
         expert_size, dense_size, shared_size: inner widths of the three kinds of feed-forward.
         dtype: what the checkpoint says its weights are stored in.
@@ -74,7 +76,7 @@ class M3Config:
     num_kv_heads: int
     head_dim: int
     rotary_dim: int
-    rope_theta: float
+    rope: Rope
     rms_norm_eps: float
     index_dim: int
     block_tokens: int
@@ -173,7 +175,11 @@ def _text_fields(text: Section) -> dict[str, Any]:
         "num_kv_heads": text.whole("num_key_value_heads"),
         "head_dim": text.whole("head_dim"),
         "rotary_dim": text.whole("rotary_dim", at_least=2),
-        "rope_theta": text.number("rope_theta"),
+        "rope": read_rope(
+            text,
+            partial_factor=text.whole("rotary_dim", at_least=2) / text.whole("head_dim"),
+            max_tokens=text.whole("max_position_embeddings"),
+        ),
         "rms_norm_eps": text.number("rms_norm_eps"),
         "moe_layers": text.flags("moe_layer_freq", num_layers),
         "num_experts": text.whole("num_local_experts"),

@@ -69,7 +69,6 @@ TEXT_REQUIRED = {
     "vocab_size",
     "max_position_embeddings",
     "rms_norm_eps",
-    "rope_theta",
     "rotary_dim",
     "num_local_experts",
     "num_experts_per_tok",
@@ -81,13 +80,16 @@ TEXT_REQUIRED = {
 }
 TEXT_OPTIONAL_PINNED = {
     "swiglu_beta": 1.0,
-    "rope_scaling": None,
     "attention_dropout": 0.0,
     "router_jitter_noise": 0.0,
     "sliding_window": None,
 }
 TEXT_OPTIONAL = {
     *TEXT_OPTIONAL_PINNED,
+    # one of the two forms; see `rope`
+    "rope_theta",
+    "rope_scaling",
+    "rope_parameters",
     "partial_rotary_factor",
     "bos_token_id",
     "eos_token_id",

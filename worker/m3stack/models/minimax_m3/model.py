@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
@@ -57,8 +56,7 @@ class M3Model(nn.Module):
         self.head = Linear(place, config.hidden_size, config.vocab_size)
         self.vision = VisionTower(config.vision, kernels=kernels, place=place)
         self.projector = Projector(config.vision, config.hidden_size, place=place)
-        exponents = torch.arange(0, config.rotary_dim, 2, device=place.device).float()
-        self._frequencies = 1.0 / config.rope_theta ** (exponents / config.rotary_dim)
+        self._frequencies = config.rope.frequencies(config.rotary_dim, place.device)
 
     def forward(self, batch: DeviceBatch, caches: LayerCache) -> Tensor:
         """Runs one step and writes its keys into the cache.
@@ -75,7 +73,8 @@ class M3Model(nn.Module):
             x_TM = x_TM.index_copy(0, media.rows_N, media.features_NM.to(x_TM.dtype))
         # positions are exact in fp32 up to 2^24
         angles = batch.positions_T[:, None].float() * self._frequencies
-        step = StepRows(batch.rows, batch.slots_T, angles.cos(), angles.sin())
+        factor = self.config.rope.attention_factor
+        step = StepRows(batch.rows, batch.slots_T, angles.cos() * factor, angles.sin() * factor)
         for layer, pages in zip(self.layers, caches, strict=True):
             x_TM = layer(x_TM, step, pages)
         x_SM = x_TM.index_select(0, batch.sample_rows_S)
