@@ -11,6 +11,7 @@ import sys
 import threading
 import uuid
 from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,6 +27,7 @@ from m3stack.config import WorkerConfig
 from m3stack.engine.engine import Engine
 from m3stack.errors import StartupError
 from m3stack.models.minimax_m3.config import M3Config
+from m3stack.progress import TransferProgress
 from m3stack.rpc.admin import AdminService
 from m3stack.rpc.admission import MediaAdmission
 from m3stack.rpc.server import ServiceParts, ServiceSettings, WorkerService
@@ -148,13 +150,18 @@ class _Worker:
 
     async def _load_and_serve(self) -> int:
         try:
-            assembly = await asyncio.to_thread(
-                assemble,
-                self._config,
-                self._model_config,
-                self._hardware,
-                Surroundings(self._media, self._metrics, self._load_progress()),
-            )
+            with ExitStack() as stack:
+                bar = None
+                if sys.stderr.isatty():
+                    name = f"loading {self._config.model_name}"
+                    bar = stack.enter_context(TransferProgress(name))
+                assembly = await asyncio.to_thread(
+                    assemble,
+                    self._config,
+                    self._model_config,
+                    self._hardware,
+                    Surroundings(self._media, self._metrics, self._load_progress(bar)),
+                )
         except _LoadingStoppedError:
             _log.info("stopped_while_loading")
             return EXIT_DRAINED
@@ -318,25 +325,21 @@ class _Worker:
             page_tokens=self._model_config.block_tokens,
         )
 
-    def _load_progress(self) -> Callable[[int, int], None]:
-        """Shows loading as it goes: a bar on a terminal, else a line every few seconds."""
+    def _load_progress(self, bar: TransferProgress | None) -> Callable[[int, int], None]:
+        """Shows loading as it goes: on the bar of a terminal, else a line every few seconds."""
         loop = asyncio.get_running_loop()
-        shown_at = loop.time()
-        is_terminal = sys.stderr.isatty()
+        began = shown_at = loop.time()
 
         def show(done: int, total: int) -> None:
             nonlocal shown_at
             if self._loading_stopped.is_set():
                 raise _LoadingStoppedError
-            is_due = loop.time() - shown_at >= LOADING_LINE_S or done == total
-            if is_terminal:
-                tenths = 10 * done // max(total, 1)
-                bar = "#" * tenths + "-" * (10 - tenths)
-                end = "\n" if done == total else ""
-                size = f"{done / 1e9:.2f} of {total / 1e9:.2f} GB"
-                print(f"\rloading [{bar}] {size}", end=end, file=sys.stderr, flush=True)
-            elif is_due:
-                _log.info("loading bytes=%d total_bytes=%d", done, total)
-                shown_at = loop.time()
+            now = loop.time()
+            if bar is not None:
+                bar(done, total)
+            elif now - shown_at >= LOADING_LINE_S or done == total:
+                left_s = (now - began) * (total - done) / max(done, 1)
+                _log.info("loading bytes=%d total_bytes=%d left_s=%.0f", done, total, left_s)
+                shown_at = now
 
         return show
