@@ -63,7 +63,13 @@ class EngineHarness:
                 self.stack.media,
                 self.metrics,
             ),
-            EngineSettings(page_tokens=PAGE, max_context_tokens=10_000, eos_token_id=EOS_ID),
+            EngineSettings(
+                page_tokens=PAGE,
+                max_context_tokens=10_000,
+                eos_token_id=EOS_ID,
+                segment_patches=self.stack.segment_patches,
+                page_bytes=self.stack.pool.shape.bytes_per_page,
+            ),
             deliver=self._deliver,
             on_exit=self._exit,
         )

@@ -51,6 +51,7 @@ class HistoryModel:
     def __init__(self) -> None:
         self.forwards = 0
         self.encoded_items = 0
+        self.encode_calls = 0
 
     def forward(self, batch: DeviceBatch, caches: LayerCache) -> Tensor:
         self.forwards += 1
@@ -91,6 +92,7 @@ class HistoryModel:
         return values
 
     def encode_media(self, batch: PatchBatch) -> list[Tensor]:
+        self.encode_calls += 1
         self.encoded_items += len(batch.patches)
         return [
             torch.tensor(expected_features(bytes(rows.numpy().tobytes()), rows.shape[0]))[:, None]

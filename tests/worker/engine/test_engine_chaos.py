@@ -6,13 +6,16 @@ import random
 
 import pytest
 
+from m3stack.cache.host import CopyDirection
 from m3stack.engine.scheduler import SchedulerLimits
 from m3stack.types import Failed, Finished, Request, Tokens
 from tests.worker.engine.engine_harness import EngineHarness
 from tests.worker.engine.history_model import (
     IMAGE_ID,
     PATCH_FORMAT,
+    VIDEO_ID,
     Stack,
+    clip,
     greedy_alone,
     image,
     sampling,
@@ -25,6 +28,13 @@ OUTSTANDING = 24
 def random_request(rng: random.Random, number: int) -> Request:
     max_tokens = rng.randint(1, 40)
     ignores_eos = rng.random() < 0.5
+    rules = sampling(max_tokens=max_tokens, ignore_eos=ignores_eos)
+    priority, tenant = rng.choice([-3, 0, 0, 0, 2]), rng.choice(["", "a", "b"])
+    if rng.random() < 0.15:
+        slices, width = rng.randint(1, 5), rng.randint(1, 4)
+        item = clip(rng.randrange(6), offset=1, num_slices=slices, tokens_per_slice=width)
+        prompt = (3, *([VIDEO_ID] * width + [5]) * slices)
+        return Request(f"r{number}", prompt, rules, PATCH_FORMAT, (item,), priority, tenant)
     if rng.random() < 0.3:
         num_tokens = rng.randint(1, 30)
         prompt = (rng.randrange(59), *[IMAGE_ID] * num_tokens, rng.randrange(59))
@@ -32,15 +42,17 @@ def random_request(rng: random.Random, number: int) -> Request:
         return Request(
             f"r{number}",
             prompt,
-            sampling(max_tokens=max_tokens, ignore_eos=ignores_eos),
+            rules,
             PATCH_FORMAT,
             (item,),
+            priority,
+            tenant,
         )
     # few different beginnings, so that prefixes are shared
     start = rng.randrange(4)
     prompt = tuple((start * 31 + 7 * index) % 59 for index in range(rng.randint(0, 60)))
     prompt += tuple(rng.randrange(59) for _ in range(rng.randint(1, 8)))
-    return Request(f"r{number}", prompt, sampling(max_tokens=max_tokens, ignore_eos=ignores_eos))
+    return Request(f"r{number}", prompt, rules, priority=priority, tenant=tenant)
 
 
 def random_faults(rng: random.Random, count: int) -> list[BaseException | None]:
@@ -58,9 +70,22 @@ def test_random_requests_with_cancels_and_faults_end_once_and_leave_nothing(coun
     rng = random.Random(count)
     stack = Stack(
         num_pages=NUM_PAGES,
-        limits=SchedulerLimits(max_batch_tokens=40, max_sequences=8, max_encode_patches=100),
+        limits=SchedulerLimits(
+            max_batch_tokens=40,
+            max_sequences=8,
+            max_encode_patches=50,
+            max_mixed_tokens=24,
+            growth_prefix_tokens=32,
+            max_running_per_tenant=5,
+            max_restored_pages=3,
+        ),
         media_budget=1200,
+        host_slots=30,
+        segment_patches=2,
     )
+    assert stack.copier is not None
+    copy_faults = random.Random(count + 1)
+    stack.copier.should_fail = lambda copy: copy_faults.random() < 0.05
     with EngineHarness(stack) as harness:
         harness.runner.faults = random_faults(rng, 20 * count)
         requests: dict[int, Request] = {}
@@ -87,6 +112,10 @@ def test_random_requests_with_cancels_and_faults_end_once_and_leave_nothing(coun
         assert harness.engine.load.used_pages == 0
         assert stack.pages.num_available == NUM_PAGES
         assert stack.media.num_pinned == 0
+        stack.pages.check([])
+        stack.pages.check_unpinned()
+        directions = {copy.direction for copy in stack.copier.made}
+        assert directions == set(CopyDirection), "the host tier was not used"
 
 
 def check_endings(
