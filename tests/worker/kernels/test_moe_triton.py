@@ -20,6 +20,8 @@ from m3stack.kernels.moe import reference, routing_with_triton
 from m3stack.kernels.moe.grouping_with_triton import group_pairs, most_blocks
 from m3stack.kernels.moe.with_triton import FEW, MANY, SOME, Tiles, TritonExperts, choose_tiles
 from m3stack.kernels.quantised import mxfp8
+from m3stack.kernels.quantised.reference import linear_mxfp8 as reference_linear
+from m3stack.kernels.quantised.with_triton import linear_mxfp8
 
 # numpy warns about how the interpreter of triton 3.6 reads scalars, and about NaN in products
 pytestmark = [
@@ -268,6 +270,27 @@ def test_extreme_scales_decode_as_they_should(byte: int) -> None:
     assert (out[0, 3] < 1e-30) == (byte < 2)
 
 
+@pytest.mark.parametrize("tiles", [None, SMALL, SOME], ids=["chosen", "small", "some"])
+@pytest.mark.parametrize("shape", [(1,), (3, 7), (0,)])
+def test_dense_linears_in_mxfp8_are_the_reference_s(
+    shape: tuple[int, ...], tiles: Tiles | None
+) -> None:
+    torch.manual_seed(8)
+    weight = mxfp8.encode(torch.randn(70, 224, device=DEVICE))
+    x = torch.randn(*shape, 256, device=DEVICE).to(torch.bfloat16)[..., :224]
+    out = linear_mxfp8(x, weight, widen=ON_CPU, tiles=tiles)
+    values = mxfp8.decode(weight, torch.float64)
+    exact = x.double() @ values.T
+    sums = 224 * 2.0**-24 * (x.double().abs() @ values.abs().T)
+    unit = 2.0**-8 * (2 if ON_CPU else 1)
+    assert out.shape == (*shape, 70)
+    assert out.dtype == torch.bfloat16
+    assert ((out.double() - exact).abs() <= unit * exact.abs() + 2 * sums).all()
+    if out.numel():
+        theirs = reference_linear(x, weight).double()
+        assert ((out.double() - theirs).abs() <= 2 * unit * exact.abs() + 2 * sums).all()
+
+
 def test_tiles_follow_from_sizes_alone() -> None:
     chosen = [choose_tiles(4 * tokens, 128) for tokens in (1, 8, 64, 256, 1024, 2048, 8192)]
     assert chosen == [FEW, FEW, FEW, FEW, SOME, MANY, MANY]
@@ -281,6 +304,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from m3stack.kernels.moe import grouping_with_triton as grouping
 from m3stack.kernels.moe import routing_with_triton as routing, with_triton as experts
+from m3stack.kernels.quantised import with_triton as dense
 KINDS = dict(x="*bf16", hidden="*bf16", out="*bf16", router="*fp32", bias="*fp32",
     weights="*fp32", partial="*fp32", results="*fp32", alpha="fp32", limit="fp32")
 KINDS |= dict.fromkeys(("ids", "pairs", "experts", "arrived"), "*i32")
@@ -292,13 +316,14 @@ def product(kernel, tiles, kinds):
     sizes = {name: size for name, size in sizes.items() if name in kernel.arg_names}
     return kernel, sizes, kinds, tiles.num_warps, tiles.num_stages
 KERNELS = {
-    f"{part} {name} {form}": product(kernel, tiles, kinds)
-    for part, kernel in (("up", experts._up_kernel), ("down", experts._down_kernel))
+    f"up {name} {form}": product(experts._up_kernel, tiles, kinds)
     for name, tiles in (("few", experts.FEW), ("many", experts.MANY))
     for form, kinds in (("bf16", PLAIN), ("mxfp8", MXFP8))
     # the second product is the first with one sum less
-    if part == "up" or (name, form) == ("many", "mxfp8")
 }
+tiles = experts.FEW
+KERNELS["linear few mxfp8"] = (dense._linear_kernel, dict(WIDTH=6144, TOKENS=tiles.pairs,
+    OUTPUTS=tiles.outputs, INPUTS=tiles.inputs, GROUP=32, WIDEN=False), MXFP8, 4, 4)
 KERNELS["group"] = (grouping._group_kernel, dict(EXPERTS=128, BINS=128, ROWS=16, AT_ONCE=1024),
     {}, 4, 3)
 ROUTED = dict(WIDTH=6144, EXPERTS=128, TILE_E=128, CHOSEN=4, TILE_K=4, COLUMNS=64)
@@ -338,5 +363,5 @@ def test_kernels_compile_for_hopper_without_spills(tmp_path) -> None:
         assert kernel["spills"] == 0, (name, report)
         # what an sm_90 block may have
         assert kernel["shared"] <= 227 * 1024, (name, report)
-        is_product = name.startswith(("up", "down"))
+        is_product = name.startswith(("up", "linear"))
         assert (kernel["warpgroup"] > 0) == is_product, (name, report)

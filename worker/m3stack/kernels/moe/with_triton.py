@@ -54,7 +54,7 @@ def choose_tiles(num_pairs: int, num_experts: int) -> Tiles:
 
 
 @triton.jit
-def _weight_tile(
+def weight_tile(
     elements, scales, row, column, is_row, is_column, width,
     MXFP8: tl.constexpr, GROUP: tl.constexpr, WIDEN: tl.constexpr,
 ):  # fmt: skip
@@ -127,11 +127,11 @@ def _up_kernel(
             if WIDEN:
                 rows = rows.to(tl.float32)
             inputs = tl.trans(rows)
-            gates = _weight_tile(
+            gates = weight_tile(
                 elements, scales, output, column, is_output, inside, WIDTH, MXFP8, GROUP, WIDEN
             )
             gate = tl.dot(gates, inputs, gate, input_precision="ieee")
-            ups = _weight_tile(
+            ups = weight_tile(
                 elements, scales, INNER + output, column, is_output, inside, WIDTH,
                 MXFP8, GROUP, WIDEN,
             )  # fmt: skip
@@ -173,7 +173,7 @@ def _down_kernel(
             )
             if WIDEN:
                 rows = rows.to(tl.float32)
-            downs = _weight_tile(
+            downs = weight_tile(
                 elements, scales, output, column, is_output, inside, INNER, MXFP8, GROUP, WIDEN
             )
             total = tl.dot(downs, tl.trans(rows), total, input_precision="ieee")
