@@ -11,7 +11,8 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from m3stack.bench.kernels.batches import MsaBatch
 from m3stack.bench.kernels.harness import Call, require_close
-from m3stack.kernels.attention.with_flashinfer import flashinfer, plan_decode
+from m3stack.kernels.attention.with_flashinfer import plan_decode, require_flashinfer
+from m3stack.kernels.build import KernelUnavailableError
 
 # a contiguous copy of the pools for the torch peer must stay affordable
 MAX_TORCH_PEER_BYTES = 8 << 30
@@ -27,7 +28,9 @@ def dense_decode_calls(batches: Sequence[MsaBatch], scale: float) -> dict[str, l
     Raises:
         CheckError: the peer disagrees with a plain softmax on one sequence.
     """
-    if flashinfer is None:
+    try:
+        require_flashinfer("dense decode")
+    except KernelUnavailableError:
         return _torch_calls(batches, scale)
     first = batches[0]
     decode = plan_decode(first.q_THD, first.pages, first.rows, scale)

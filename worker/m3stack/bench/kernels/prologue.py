@@ -35,7 +35,7 @@ def inputs(num_tokens: int, seed: int) -> tuple:
     pool = torch.zeros(num_pages, GROUPS, PAGE, DIM, device="cuda", dtype=torch.bfloat16)
     pages = LayerPages(pool, pool.clone(), pool[:, 0].clone())
     slots = torch.randperm(num_pages * PAGE, generator=generator, device="cuda")[:num_tokens]
-    norms = HeadNorms(*weights, 1e-6)
+    norms = HeadNorms(weights[0], weights[1], weights[2], weights[3], 1e-6)
     return q, k, v, index_q, index_k[:, 0], norms, angle.cos(), angle.sin(), slots, pages
 
 
@@ -49,10 +49,13 @@ def prepare(num_tokens: int, ceilings: Ceilings) -> Prepared:
     def check() -> None:
         actual_q, actual_index_q = with_triton.attention_prologue(*sets[0])
         pages = sets[0][-1]
+        assert pages.index_k_PBD is not None
         written = [tensor.clone() for tensor in (pages.k_PGBD, pages.v_PGBD, pages.index_k_PBD)]
         for tensor in (pages.k_PGBD, pages.v_PGBD, pages.index_k_PBD):
             tensor.zero_()
         expected_q, expected_index_q = reference.attention_prologue(*sets[0])
+        assert actual_index_q is not None
+        assert expected_index_q is not None
         require_close(actual_q, expected_q, limit=LIMIT, what="q")
         require_close(actual_index_q, expected_index_q, limit=LIMIT, what="index q")
         expected = (pages.k_PGBD, pages.v_PGBD, pages.index_k_PBD)

@@ -27,7 +27,7 @@ def text_table(rows: Sequence[Row], ceilings: Ceilings) -> str:
 
 
 def _line(row: Row) -> str:
-    if row.us is None:
+    if row.us is None or row.floor_us is None:
         return f"{row.name:34} {row.error}"
     peers = ", ".join(f"{name} {value:.1f}" for name, value in row.peers_us.items())
     return (
