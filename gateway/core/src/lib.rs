@@ -1,10 +1,12 @@
 //! Pure request logic: what a client asked, what the model reads, what the model's text means.
 //!
 //! One way only: `openai` → `conversation` → `prompt` (with `template`, `tokenizer`) and
-//! `detokenize` → `output` (with a model's parser) → `stop`. No sockets, clock, threads or async.
+//! `detokenize` → `output` (with a model's parser) → `stop`; `anthropic` translates at both ends.
+//! No sockets, clock, threads or async.
 //! Facts about one model live behind [`model::ModelSpec`], in that model's folder;
 //! [`checkpoint::open`] reads a checkpoint's files and puts everything together.
 
+pub mod anthropic;
 pub mod checkpoint;
 pub mod conversation;
 pub mod detokenize;

@@ -235,10 +235,11 @@ fn room(
     if prompt_tokens == 0 {
         return Err(RequestError::invalid(param, "the prompt holds no token").into());
     }
-    let asked = u64::from(generation.max_tokens.unwrap_or(1));
+    let fixed = generation.max_tokens.filter(|_| !generation.fit_context);
+    let asked = u64::from(fixed.unwrap_or(1));
     if prompt_tokens + asked > limit {
         let excess = prompt_tokens + asked - limit;
-        let wish = match generation.max_tokens {
+        let wish = match fixed {
             Some(asked) => format!("{asked} for the reply"),
             None => "at least 1 for the reply".into(),
         };
@@ -249,7 +250,7 @@ fn room(
         .into());
     }
     let fits = u32::try_from(limit - prompt_tokens).unwrap_or(u32::MAX);
-    Ok(generation.max_tokens.unwrap_or(fits))
+    Ok(generation.max_tokens.map_or(fits, |asked| asked.min(fits)))
 }
 
 fn header(

@@ -114,6 +114,11 @@ impl Reader {
         self.parts.folder.finish_reason(stop)
     }
 
+    /// The stop string that ended the sample.
+    pub fn stop_text(&self) -> Option<&str> {
+        self.parts.stops.matched()
+    }
+
     /// Knows which calls are complete.
     pub fn folder(&self) -> &ReplyFolder {
         &self.parts.folder

@@ -82,6 +82,8 @@ pub struct ReplyStep {
 pub struct SampleEnd {
     /// In the client's terms.
     pub reason: FinishReason,
+    /// The stop string that did it.
+    pub stop_text: Option<String>,
     /// Knows which calls are complete.
     pub folder: ReplyFolder,
     /// Its tokens.

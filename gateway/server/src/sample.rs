@@ -186,7 +186,8 @@ impl Sample {
             reasoning: self.reader.reasoning_tokens(),
         };
         let reason: FinishReason = self.reader.finish_reason(is_length);
-        let end = SampleEnd { reason, folder: self.reader.folder().clone(), tokens };
+        let stop_text = self.reader.stop_text().map(str::to_owned);
+        let end = SampleEnd { reason, stop_text, folder: self.reader.folder().clone(), tokens };
         self.reply_step(Vec::new(), step, Some(end))
     }
 

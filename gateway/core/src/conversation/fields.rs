@@ -6,43 +6,43 @@ use std::ops::RangeInclusive;
 
 /// An object of the request and where it stands in it; `null` members count as absent.
 #[derive(Clone, Debug)]
-pub(super) struct Fields<'a> {
+pub(crate) struct Fields<'a> {
     members: &'a Object,
     prefix: String,
 }
 
 impl<'a> Fields<'a> {
-    pub(super) fn new(members: &'a Object, prefix: impl Into<String>) -> Self {
+    pub(crate) fn new(members: &'a Object, prefix: impl Into<String>) -> Self {
         Self { members, prefix: prefix.into() }
     }
 
     /// The object at `value`, which stands at `path`.
-    pub(super) fn of(value: &'a Json, path: String) -> Result<Self, RequestError> {
+    pub(crate) fn of(value: &'a Json, path: String) -> Result<Self, RequestError> {
         match value {
             Json::Object(members) => Ok(Self { members, prefix: path }),
             other => Err(wrong_type(path, "an object", other)),
         }
     }
 
-    pub(super) fn members(&self) -> &'a Object {
+    pub(crate) fn members(&self) -> &'a Object {
         self.members
     }
 
     /// Path of a member of this object.
-    pub(super) fn path(&self, key: &str) -> String {
+    pub(crate) fn path(&self, key: &str) -> String {
         if self.prefix.is_empty() { key.to_owned() } else { format!("{}.{key}", self.prefix) }
     }
 
     /// Path of this object.
-    pub(super) fn here(&self) -> &str {
+    pub(crate) fn here(&self) -> &str {
         &self.prefix
     }
 
-    pub(super) fn get(&self, key: &str) -> Option<&'a Json> {
+    pub(crate) fn get(&self, key: &str) -> Option<&'a Json> {
         self.members.get(key).filter(|value| !value.is_null())
     }
 
-    pub(super) fn string(&self, key: &str) -> Result<Option<&'a str>, RequestError> {
+    pub(crate) fn string(&self, key: &str) -> Result<Option<&'a str>, RequestError> {
         match self.get(key) {
             None => Ok(None),
             Some(Json::String(text)) => Ok(Some(text)),
@@ -50,7 +50,7 @@ impl<'a> Fields<'a> {
         }
     }
 
-    pub(super) fn boolean(&self, key: &str) -> Result<Option<bool>, RequestError> {
+    pub(crate) fn boolean(&self, key: &str) -> Result<Option<bool>, RequestError> {
         match self.get(key) {
             None => Ok(None),
             Some(Json::Bool(value)) => Ok(Some(*value)),
@@ -58,11 +58,11 @@ impl<'a> Fields<'a> {
         }
     }
 
-    pub(super) fn object(&self, key: &str) -> Result<Option<Fields<'a>>, RequestError> {
+    pub(crate) fn object(&self, key: &str) -> Result<Option<Fields<'a>>, RequestError> {
         self.get(key).map(|value| Fields::of(value, self.path(key))).transpose()
     }
 
-    pub(super) fn array(&self, key: &str) -> Result<Option<&'a [Json]>, RequestError> {
+    pub(crate) fn array(&self, key: &str) -> Result<Option<&'a [Json]>, RequestError> {
         match self.get(key) {
             None => Ok(None),
             Some(Json::Array(items)) => Ok(Some(items)),
@@ -79,7 +79,7 @@ impl<'a> Fields<'a> {
     }
 
     /// A real number within bounds.
-    pub(super) fn real(
+    pub(crate) fn real(
         &self,
         key: &str,
         range: RangeInclusive<f64>,
@@ -93,7 +93,7 @@ impl<'a> Fields<'a> {
     }
 
     /// A real number above 0, up to a limit.
-    pub(super) fn positive(&self, key: &str, most: f32) -> Result<Option<f32>, RequestError> {
+    pub(crate) fn positive(&self, key: &str, most: f32) -> Result<Option<f32>, RequestError> {
         let Some(number) = self.number(key)? else { return Ok(None) };
         // below the smallest float it would become 0
         let value = number.as_f64() as f32;
@@ -107,7 +107,7 @@ impl<'a> Fields<'a> {
     }
 
     /// An integer within bounds.
-    pub(super) fn integer(
+    pub(crate) fn integer(
         &self,
         key: &str,
         range: RangeInclusive<i64>,
@@ -127,7 +127,7 @@ impl<'a> Fields<'a> {
     }
 
     /// An integer within bounds that fits 32 bits.
-    pub(super) fn count(
+    pub(crate) fn count(
         &self,
         key: &str,
         range: RangeInclusive<u32>,
@@ -152,13 +152,13 @@ impl<'a> Fields<'a> {
 }
 
 /// `path must be WANTED, not FOUND`.
-pub(super) fn wrong_type(path: String, wanted: &str, found: &Json) -> RequestError {
+pub(crate) fn wrong_type(path: String, wanted: &str, found: &Json) -> RequestError {
     let message = format!("{path} must be {wanted}, not {}", found.type_name());
     RequestError::invalid(path, message)
 }
 
 /// The value as JSON, cut to a length fit for a message.
-pub(super) fn excerpt(value: &Json) -> String {
+pub(crate) fn excerpt(value: &Json) -> String {
     const LONGEST: usize = 80;
     let text = value.to_compact();
     match text.char_indices().nth(LONGEST) {

@@ -40,6 +40,8 @@ pub struct Generation {
     pub seed: Option<u64>,
     /// At least 1; `None` means as many as fit.
     pub max_tokens: Option<u32>,
+    /// A `max_tokens` beyond the context means as many as fit; else it is refused.
+    pub fit_context: bool,
     /// No end before that many.
     pub min_tokens: u32,
     /// Stop ids do not end the reply.
@@ -80,16 +82,40 @@ pub(super) fn read_chat(body: &Fields, limits: &Limits) -> Result<Generation, Re
             format!("top_logprobs is {top}, which needs logprobs to be true"),
         ));
     }
-    read(body, limits, LogprobsWish { wanted, top })
+    let ending = Ending { max_tokens: max_tokens(body, limits)?, ..ending(body, limits)? };
+    read(body, limits, LogprobsWish { wanted, top }, ending)
 }
 
 /// Generation fields of a text completion, where `logprobs` is a number.
 pub(super) fn read_completion(body: &Fields, limits: &Limits) -> Result<Generation, RequestError> {
     let top = body.count("logprobs", 0..=20)?;
     let logprobs = LogprobsWish { wanted: top.is_some(), top: top.unwrap_or(0) };
-    let mut generation = read(body, limits, logprobs)?;
-    generation.max_tokens.get_or_insert(COMPLETION_TOKENS.min(limits.max_output_tokens));
+    let default = COMPLETION_TOKENS.min(limits.max_output_tokens);
+    let max_tokens = max_tokens(body, limits)?.or(Some(default));
+    read(body, limits, logprobs, Ending { max_tokens, ..ending(body, limits)? })
+}
+
+/// Generation fields of a messages request. Agents ask for a fixed, large `max_tokens` whatever
+/// the prompt: one beyond the context is no mistake there.
+pub(crate) fn read_messages(body: &Fields, limits: &Limits) -> Result<Generation, RequestError> {
+    let max_tokens = body.count("max_tokens", 1..=u32::MAX)?;
+    let stop = stop(body, "stop_sequences", limits)?;
+    let ending = Ending { max_tokens, fit_context: true, stop };
+    let mut generation = read(body, limits, LogprobsWish::default(), ending)?;
+    generation.num_samples = 1;
     Ok(generation)
+}
+
+/// What ends a reply, read in the words of each protocol.
+#[derive(Default)]
+struct Ending {
+    max_tokens: Option<u32>,
+    fit_context: bool,
+    stop: Vec<String>,
+}
+
+fn ending(body: &Fields, limits: &Limits) -> Result<Ending, RequestError> {
+    Ok(Ending { stop: stop(body, "stop", limits)?, ..Ending::default() })
 }
 
 /// Streaming fields.
@@ -109,6 +135,7 @@ fn read(
     body: &Fields,
     limits: &Limits,
     logprobs: LogprobsWish,
+    ending: Ending,
 ) -> Result<Generation, RequestError> {
     let defaults = &limits.defaults;
     let penalty = |key| body.real(key, -2.0..=2.0).map(|value| value.unwrap_or(0.0));
@@ -118,7 +145,8 @@ fn read(
         top_k: top_k(body)?.unwrap_or(defaults.top_k),
         min_p: body.real("min_p", 0.0..=1.0)?.unwrap_or(defaults.min_p),
         seed: seed(body)?,
-        max_tokens: max_tokens(body, limits)?,
+        max_tokens: ending.max_tokens,
+        fit_context: ending.fit_context,
         min_tokens: body.count("min_tokens", 0..=limits.max_output_tokens)?.unwrap_or(0),
         ignore_eos: body.boolean("ignore_eos")?.unwrap_or(false),
         repetition_penalty: body
@@ -129,7 +157,7 @@ fn read(
         logprobs,
         stop_token_ids: stop_token_ids(body, limits)?,
         logit_bias: logit_bias(body, limits)?,
-        stop: stop(body, limits)?,
+        stop: ending.stop,
         include_stop: body.boolean("include_stop_str_in_output")?.unwrap_or(false),
         num_samples: body.count("n", 1..=limits.max_samples)?.unwrap_or(1),
         skip_special_tokens: body.boolean("skip_special_tokens")?.unwrap_or(true),
@@ -221,18 +249,18 @@ fn logit_bias(body: &Fields, limits: &Limits) -> Result<Vec<(u32, f32)>, Request
     Ok(biases)
 }
 
-fn stop(body: &Fields, limits: &Limits) -> Result<Vec<String>, RequestError> {
-    let items = match body.get("stop") {
+fn stop(body: &Fields, key: &str, limits: &Limits) -> Result<Vec<String>, RequestError> {
+    let items = match body.get(key) {
         None => return Ok(Vec::new()),
         Some(text @ Json::String(_)) => std::slice::from_ref(text),
         Some(Json::Array(items)) => items,
-        Some(other) => return Err(wrong_type("stop".into(), "a string or a list", other)),
+        Some(other) => return Err(wrong_type(key.into(), "a string or a list", other)),
     };
     if items.len() > limits.max_stop_strings {
         return Err(RequestError::invalid(
-            "stop",
+            key,
             format!(
-                "stop has {} strings; at most {} are allowed",
+                "{key} has {} strings; at most {} are allowed",
                 items.len(),
                 limits.max_stop_strings
             ),
@@ -240,7 +268,7 @@ fn stop(body: &Fields, limits: &Limits) -> Result<Vec<String>, RequestError> {
     }
     let mut texts = Vec::with_capacity(items.len());
     for (index, item) in items.iter().enumerate() {
-        let path = format!("stop[{index}]");
+        let path = format!("{key}[{index}]");
         let Json::String(text) = item else { return Err(wrong_type(path, "a string", item)) };
         if text.len() > limits.max_stop_bytes {
             let message = format!(

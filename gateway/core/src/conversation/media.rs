@@ -57,7 +57,8 @@ pub(super) fn read(part: &Fields, kind: MediaKind) -> Result<MediaRef, RequestEr
     }
 }
 
-fn controls(fields: &Fields) -> Result<SizeControls, RequestError> {
+/// What a part says about size and frame rate.
+pub(crate) fn controls(fields: &Fields) -> Result<SizeControls, RequestError> {
     Ok(SizeControls {
         detail: fields.string("detail")?.map(str::to_owned),
         max_long_side_pixel: fields.count("max_long_side_pixel", 1..=u32::MAX)?,

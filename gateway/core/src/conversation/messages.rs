@@ -3,6 +3,7 @@
 use super::Limits;
 use super::fields::{Fields, excerpt, wrong_type};
 use super::media::{self, MediaRef};
+use super::turns::{Part, Turns, Unanswered, join};
 use crate::error::RequestError;
 use crate::json::{Json, Object};
 use crate::model::MediaKind;
@@ -12,6 +13,17 @@ pub(super) fn read(
     body: &Fields,
     limits: &Limits,
 ) -> Result<(Vec<Json>, Vec<MediaRef>), RequestError> {
+    let items = items(body, limits)?;
+    let mut reader = Reader::default();
+    for (index, item) in items.iter().enumerate() {
+        reader.message(&Fields::of(item, format!("messages[{index}]"))?)?;
+    }
+    reader.require_answers()?;
+    reader.turns.finish(limits)
+}
+
+/// The entries of `messages`: at least one, not too many.
+pub(crate) fn items<'a>(body: &Fields<'a>, limits: &Limits) -> Result<&'a [Json], RequestError> {
     let Some(items) = body.array("messages")? else {
         return Err(RequestError::invalid("messages", "messages is missing"));
     };
@@ -28,53 +40,13 @@ pub(super) fn read(
             ),
         ));
     }
-    let mut reader = Reader { messages: Vec::with_capacity(items.len()), ..Reader::default() };
-    for (index, item) in items.iter().enumerate() {
-        reader.message(&Fields::of(item, format!("messages[{index}]"))?)?;
-    }
-    reader.require_answers()?;
-    check_media_counts(&reader.media, limits)?;
-    Ok((reader.messages, reader.media))
+    Ok(items)
 }
 
-fn check_media_counts(media: &[MediaRef], limits: &Limits) -> Result<(), RequestError> {
-    for (kind, most, word) in [
-        (MediaKind::Image, limits.max_images, "image"),
-        (MediaKind::Video, limits.max_videos, "video"),
-    ] {
-        let count = media.iter().filter(|item| item.kind == kind).count();
-        if count > most {
-            return Err(RequestError::invalid(
-                "messages",
-                format!("the number of {word}s is {count}, larger than the limit: {most}"),
-            ));
-        }
-    }
-    Ok(())
-}
-
-/// Reads messages one after the other and links tool results to their calls.
+/// Reads messages one after the other.
 #[derive(Default)]
 struct Reader {
-    messages: Vec<Json>,
-    media: Vec<MediaRef>,
-    /// Calls of the latest assistant message that have no result yet.
-    open_calls: Vec<OpenCall>,
-    /// Path of the message that made them.
-    caller: String,
-    /// Results of the run of tool messages that is being read, with their media.
-    results: Vec<ToolResult>,
-}
-
-struct OpenCall {
-    id: Option<String>,
-    position: usize,
-}
-
-struct ToolResult {
-    position: usize,
-    message: Json,
-    media: Vec<MediaRef>,
+    turns: Turns,
 }
 
 impl Reader {
@@ -83,11 +55,8 @@ impl Reader {
             let path = message.path("role");
             return Err(RequestError::invalid(path.clone(), format!("{path} is missing")));
         };
-        if matches!(role, "tool" | "function") {
-            return self.tool(message);
-        }
-        self.end_results();
         match role {
+            "tool" | "function" => self.tool(message),
             "root" | "system" | "developer" | "user" => self.plain(message, role),
             "assistant" => self.assistant(message),
             other => {
@@ -101,19 +70,19 @@ impl Reader {
     }
 
     fn plain(&mut self, message: &Fields, role: &str) -> Result<(), RequestError> {
-        let content = content(message, &mut self.media)?;
-        self.messages.push(Json::Object(named(message, role, content)?));
+        let mut media = Vec::new();
+        let content = content(message, &mut media)?;
+        self.turns.push(named(message, role, content)?, media);
         Ok(())
     }
 
     fn assistant(&mut self, message: &Fields) -> Result<(), RequestError> {
         self.require_answers()?;
-        let media_before = self.media.len();
-        let content = content(message, &mut self.media)?;
-        if self.media.len() > media_before {
-            let path = self.media[media_before].param.clone();
+        let mut media = Vec::new();
+        let content = content(message, &mut media)?;
+        if let Some(first) = media.first() {
             return Err(RequestError::invalid(
-                path,
+                first.param.clone(),
                 "assistant messages cannot hold pictures or clips",
             ));
         }
@@ -129,9 +98,8 @@ impl Reader {
         let calls = self.calls(message)?;
         if !calls.is_empty() {
             normal.insert("tool_calls".to_owned(), Json::Array(calls));
-            self.caller = message.here().to_owned();
         }
-        self.messages.push(Json::Object(normal));
+        self.turns.push(normal, Vec::new());
         Ok(())
     }
 
@@ -139,93 +107,65 @@ impl Reader {
         let mut calls = Vec::new();
         for (index, item) in message.array("tool_calls")?.unwrap_or(&[]).iter().enumerate() {
             let call = Fields::of(item, format!("{}[{index}]", message.path("tool_calls")))?;
-            let id = call.string("id")?.map(str::to_owned);
+            let id = call.string("id")?;
             // some clients send name and arguments without the wrapper
             let function = call.object("function")?.unwrap_or_else(|| call.clone());
-            calls.push(self.call(&function, id)?);
+            calls.push(self.call(&function, id, message.here())?);
         }
         if calls.is_empty()
             && let Some(function) = message.object("function_call")?
         {
-            calls.push(self.call(&function, None)?);
+            calls.push(self.call(&function, None, message.here())?);
         }
         Ok(calls)
     }
 
-    fn call(&mut self, function: &Fields, id: Option<String>) -> Result<Json, RequestError> {
+    fn call(
+        &mut self,
+        function: &Fields,
+        id: Option<&str>,
+        caller: &str,
+    ) -> Result<Json, RequestError> {
         let Some(name) = function.string("name")? else {
             let path = function.path("name");
             return Err(RequestError::invalid(path.clone(), format!("{path} is missing")));
         };
         let arguments = arguments(function)?;
-        self.open_calls.push(OpenCall { id: id.clone(), position: self.open_calls.len() });
-        let mut call = Object::new();
-        if let Some(id) = id {
-            call.insert("id".to_owned(), id.into());
-        }
-        call.insert("type".to_owned(), "function".into());
-        let function = Json::object([("name", name.into()), ("arguments", arguments)]);
-        call.insert("function".to_owned(), function);
-        Ok(Json::Object(call))
+        Ok(self.turns.call(id, name, arguments, caller))
     }
 
     fn tool(&mut self, message: &Fields) -> Result<(), RequestError> {
         let id = message.string("tool_call_id")?;
-        // without an id the order of the calls decides
-        let open = self
-            .open_calls
-            .iter()
-            .position(|call| id.is_none() || call.id.is_none() || call.id.as_deref() == id);
-        let Some(open) = open else { return Err(self.stray_result(message, id)) };
-        let position = self.open_calls.remove(open).position;
+        let Some(position) = self.turns.take_call(id) else {
+            return Err(stray_result(message, id));
+        };
         let mut media = Vec::new();
         let content = content(message, &mut media)?;
         let mut normal = named(message, "tool", content)?;
         if let Some(id) = id {
             normal.insert("tool_call_id".to_owned(), id.into());
         }
-        self.results.push(ToolResult { position, message: Json::Object(normal), media });
+        self.turns.answer(position, normal, media);
         Ok(())
     }
 
-    fn stray_result(&self, message: &Fields, id: Option<&str>) -> RequestError {
-        let path = message.path("tool_call_id");
-        let text = match id {
-            Some(id) => format!(
-                "{path} is {id:?}, which no unanswered call of the preceding assistant message has"
-            ),
-            None => format!("{} answers no tool call", message.here()),
-        };
-        RequestError::invalid(path, text)
-    }
-
-    /// A run of tool messages has ended: their only link to the calls is order, so they are put
-    /// in the order of the calls.
-    fn end_results(&mut self) {
-        self.results.sort_by_key(|result| result.position);
-        for result in self.results.drain(..) {
-            self.messages.push(result.message);
-            self.media.extend(result.media);
-        }
-    }
-
-    fn require_answers(&mut self) -> Result<(), RequestError> {
-        self.end_results();
-        if self.open_calls.is_empty() {
-            return Ok(());
-        }
-        let ids: Vec<_> = self
-            .open_calls
-            .iter()
-            .map(|call| call.id.as_deref().unwrap_or("(no id)").to_owned())
-            .collect();
-        let path = format!("{}.tool_calls", self.caller);
-        let message = format!(
-            "{path} has calls without a tool message that answers them: {}",
-            ids.join(", ")
-        );
+    fn require_answers(&self) -> Result<(), RequestError> {
+        let Some(Unanswered { caller, ids }) = self.turns.unanswered() else { return Ok(()) };
+        let path = format!("{caller}.tool_calls");
+        let message = format!("{path} has calls without a tool message that answers them: {ids}");
         Err(RequestError::invalid(path, message))
     }
+}
+
+fn stray_result(message: &Fields, id: Option<&str>) -> RequestError {
+    let path = message.path("tool_call_id");
+    let text = match id {
+        Some(id) => format!(
+            "{path} is {id:?}, which no unanswered call of the preceding assistant message has"
+        ),
+        None => format!("{} answers no tool call", message.here()),
+    };
+    RequestError::invalid(path, text)
 }
 
 fn named(message: &Fields, role: &str, content: Json) -> Result<Object, RequestError> {
@@ -283,11 +223,6 @@ fn content(message: &Fields, media: &mut Vec<MediaRef>) -> Result<Json, RequestE
     Ok(join(parts))
 }
 
-enum Part {
-    Text(String),
-    Media(MediaKind),
-}
-
 fn part(part: &Fields, media: &mut Vec<MediaRef>) -> Result<Part, RequestError> {
     let kind = match part.string("type")? {
         Some(kind) => kind,
@@ -328,20 +263,4 @@ fn part(part: &Fields, media: &mut Vec<MediaRef>) -> Result<Part, RequestError> 
             format!("{} is missing", part.path(text_field)),
         )),
     }
-}
-
-fn join(parts: Vec<Part>) -> Json {
-    if parts.iter().all(|part| matches!(part, Part::Text(_))) {
-        let texts = parts.into_iter().map(|part| match part {
-            Part::Text(text) => text,
-            Part::Media(_) => String::new(),
-        });
-        return Json::String(texts.collect());
-    }
-    let parts = parts.into_iter().map(|part| match part {
-        Part::Text(text) => Json::object([("type", "text".into()), ("text", text.into())]),
-        Part::Media(MediaKind::Image) => Json::object([("type", "image".into())]),
-        Part::Media(MediaKind::Video) => Json::object([("type", "video".into())]),
-    });
-    Json::Array(parts.collect())
 }

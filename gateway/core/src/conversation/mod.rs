@@ -1,11 +1,12 @@
 //! What a client asked for, checked once: messages, tools, media and every sampling value.
 
 mod completion;
-mod fields;
-mod generation;
-mod media;
-mod messages;
+pub(crate) mod fields;
+pub(crate) mod generation;
+pub(crate) mod media;
+pub(crate) mod messages;
 mod tools;
+pub(crate) mod turns;
 
 pub use completion::{
     CompletionPrompt, CompletionTask, TokenizeTask, check_completion, check_detokenize,
@@ -239,4 +240,4 @@ fn named_mode(mode: &str, param: String) -> Result<ThinkingMode, RequestError> {
 }
 
 #[cfg(test)]
-mod tests;
+pub(crate) mod tests;

@@ -7,7 +7,7 @@ use proptest::prelude::*;
 mod completion;
 mod messages;
 
-pub(super) fn limits() -> Limits {
+pub(crate) fn limits() -> Limits {
     let defaults = GenerationDefaults {
         temperature: 1.0,
         top_p: 0.95,
@@ -18,7 +18,7 @@ pub(super) fn limits() -> Limits {
     Limits { max_images: 3, max_videos: 1, ..Limits::new(320, 4096, defaults) }
 }
 
-pub(super) fn chat(body: &str) -> Result<Conversation, RequestError> {
+pub(crate) fn chat(body: &str) -> Result<Conversation, RequestError> {
     check_chat(RequestBody::parse(body.as_bytes())?, &limits())
 }
 
@@ -28,7 +28,7 @@ fn with(members: &str) -> Result<Conversation, RequestError> {
     chat(&format!(r#"{{"messages":[{{"role":"user","content":"Hi"}}]{comma}{members}}}"#))
 }
 
-pub(super) fn refusal(result: Result<Conversation, RequestError>) -> (String, String) {
+pub(crate) fn refusal(result: Result<Conversation, RequestError>) -> (String, String) {
     let error = result.unwrap_err();
     assert_eq!(error.kind, RequestErrorKind::InvalidRequest);
     (error.param.unwrap_or_default(), error.message)
@@ -66,6 +66,7 @@ fn what_is_said_is_taken() {
         top_k: 0,
         min_p: 0.1,
         seed: Some(u64::MAX),
+        fit_context: false,
         max_tokens: Some(9),
         min_tokens: 2,
         ignore_eos: true,

@@ -157,5 +157,6 @@ impl Wording for ChunkWording {
         if self.wish.include_usage {
             frames.json(&self.chunk(Vec::new(), Some(reply.usage())));
         }
+        frames.done();
     }
 }

@@ -131,5 +131,6 @@ impl Wording for TextWording {
         if self.wish.include_usage {
             frames.json(&self.completion(Vec::new(), Some(reply.usage())));
         }
+        frames.done();
     }
 }

@@ -3,6 +3,7 @@
 mod body;
 mod chat;
 mod completions;
+mod messages;
 mod observe;
 mod ops;
 mod serve;
@@ -38,6 +39,8 @@ pub fn router(app: &Arc<App>) -> Router {
     Router::new()
         .route("/v1/chat/completions", post(chat::completions))
         .route("/v1/completions", post(completions::completions))
+        .route("/v1/messages", post(messages::create))
+        .route("/v1/messages/count_tokens", post(messages::count_tokens))
         .route("/v1/models", get(ops::models))
         .route("/v1/models/{*id}", get(ops::model))
         .route("/tokenize", post(tokens::tokenize))
@@ -62,7 +65,11 @@ async fn unknown_route(State(app): State<Arc<App>>, request: Request) -> Respons
 async fn wrong_method(State(app): State<Arc<App>>, request: Request) -> Response {
     let (method, path) = (request.method(), request.uri().path());
     let message = format!("{path} does not answer to {method}");
-    refuse(&app, &GatewayError::new(ErrorKind::MethodNotAllowed, message))
+    let error = GatewayError::new(ErrorKind::MethodNotAllowed, message);
+    if path.starts_with("/v1/messages") {
+        return messages::refuse(&app, &error, &RequestIds::of(&request).trace_id);
+    }
+    refuse(&app, &error)
 }
 
 /// A request body, read and parsed, and the visit it begins.
@@ -89,11 +96,20 @@ async fn receive(
 
 /// Shows an error to the client, counts it, and logs what is not for the client.
 fn refuse(app: &App, error: &GatewayError) -> Response {
+    refuse_with(app, error, error.kind.row().status, &error.body())
+}
+
+/// The same in the words of any protocol.
+fn refuse_with(
+    app: &App,
+    error: &GatewayError,
+    status: u16,
+    body: &impl serde::Serialize,
+) -> Response {
     record(app, error);
-    let row = error.kind.row();
-    let mut response = json_response(&error.body());
+    let mut response = json_response(body);
     *response.status_mut() =
-        StatusCode::from_u16(row.status).unwrap_or(StatusCode::INTERNAL_SERVER_ERROR);
+        StatusCode::from_u16(status).unwrap_or(StatusCode::INTERNAL_SERVER_ERROR);
     if let Some(seconds) = error.kind.retry_after_s() {
         response.headers_mut().insert(header::RETRY_AFTER, HeaderValue::from(seconds));
     }

@@ -93,6 +93,8 @@ fn route_label(path: &str) -> RouteLabel {
     match path {
         "/v1/chat/completions" => RouteLabel::Chat,
         "/v1/completions" => RouteLabel::Completions,
+        "/v1/messages" => RouteLabel::Messages,
+        "/v1/messages/count_tokens" => RouteLabel::CountTokens,
         "/tokenize" | "/v1/tokenize" => RouteLabel::Tokenize,
         "/detokenize" | "/v1/detokenize" => RouteLabel::Detokenize,
         "/health" | "/ready" | "/metrics" | "/version" => RouteLabel::Operations,

@@ -1,4 +1,4 @@
-//! Steps of a reply as server-sent events: frames, keep-alive, one error or one `[DONE]`.
+//! Steps of a reply as server-sent events: frames, keep-alive, one error or one end.
 
 use std::panic::AssertUnwindSafe;
 use std::sync::Arc;
@@ -24,11 +24,24 @@ const WRITE_BYTES: usize = 32 * 1024;
 
 /// How one endpoint words its events.
 pub(super) trait Wording: Send + 'static {
+    /// What stands before everything else.
+    fn begin(&mut self, _reply: &Reply, _frames: &mut Frames) {}
+
     /// The events of a step.
     fn step(&mut self, step: ReplyStep, reply: &Reply, frames: &mut Frames);
 
-    /// The events after the last step, before `[DONE]`.
+    /// The events after the last step.
     fn end(&mut self, reply: &Reply, frames: &mut Frames);
+
+    /// A failed reply's last event; nothing after it may look like an end.
+    fn fail(&mut self, error: &GatewayError, frames: &mut Frames) {
+        frames.json(&error.body());
+    }
+
+    /// Says that the connection is alive.
+    fn keep_alive(&mut self, frames: &mut Frames) {
+        frames.raw(b": keep-alive\n\n");
+    }
 }
 
 /// Server-sent events about to be written.
@@ -44,6 +57,19 @@ impl Frames {
         let written = serde_json::to_writer((&mut self.bytes).writer(), value);
         debug_assert!(written.is_ok(), "replies hold nothing json cannot say");
         self.bytes.extend_from_slice(b"\n\n");
+    }
+
+    /// One event with a name.
+    pub(super) fn named(&mut self, name: &str, value: &impl Serialize) {
+        self.raw(b"event: ");
+        self.raw(name.as_bytes());
+        self.raw(b"\n");
+        self.json(value);
+    }
+
+    /// The end mark of OpenAI's streams.
+    pub(super) fn done(&mut self) {
+        self.raw(b"data: [DONE]\n\n");
     }
 
     fn raw(&mut self, text: &[u8]) {
@@ -112,14 +138,18 @@ impl<W: Wording> Writer<W> {
         }
         let was_fresh = std::mem::take(&mut self.fresh);
         let next = match self.waiting.take() {
-            Some(next) => next,
-            None if was_fresh => return Some(Bytes::from_static(b": keep-alive\n\n")),
-            None => match tokio::time::timeout(KEEP_ALIVE, self.caught_next()).await {
-                Ok(next) => next,
-                Err(_) => return Some(Bytes::from_static(b": keep-alive\n\n")),
-            },
+            Some(next) => Some(next),
+            None if was_fresh => None,
+            None => tokio::time::timeout(KEEP_ALIVE, self.caught_next()).await.ok(),
         };
         let mut frames = Frames::default();
+        if was_fresh {
+            self.wording.begin(&self.reply, &mut frames);
+        }
+        let Some(next) = next else {
+            self.wording.keep_alive(&mut frames);
+            return Some(frames.bytes.freeze());
+        };
         self.put(next, &mut frames);
         while !self.is_over && frames.bytes.len() < WRITE_BYTES {
             match self.caught_next().now_or_never() {
@@ -143,13 +173,11 @@ impl<W: Wording> Writer<W> {
             Ok(Some(step)) => self.wording.step(step, &self.reply, frames),
             Ok(None) => {
                 self.wording.end(&self.reply, frames);
-                frames.raw(b"data: [DONE]\n\n");
                 self.is_over = true;
             }
             Err(error) => {
-                // no [DONE]: a client must not take this for an end
                 record(&self.app, &error);
-                frames.json(&error.body());
+                self.wording.fail(&error, frames);
                 self.is_over = true;
             }
         }

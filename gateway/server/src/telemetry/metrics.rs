@@ -34,6 +34,10 @@ closed_set! {
         Chat = "/v1/chat/completions",
         /// `/v1/completions`
         Completions = "/v1/completions",
+        /// `/v1/messages`
+        Messages = "/v1/messages",
+        /// `/v1/messages/count_tokens`
+        CountTokens = "/v1/messages/count_tokens",
         /// `/v1/models`, `/v1/models/{id}`
         Models = "/v1/models",
         /// `/tokenize`
