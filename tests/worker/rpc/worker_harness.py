@@ -126,7 +126,13 @@ async def worker(stack: Stack | None = None, options: Options = Options()) -> As
     )
     engine = Engine(
         EngineParts(stack.scheduler, stack.pages, runner, stack.media, metrics),
-        EngineSettings(page_tokens=PAGE, max_context_tokens=CONTEXT, eos_token_id=EOS_ID),
+        EngineSettings(
+            page_tokens=PAGE,
+            max_context_tokens=CONTEXT,
+            eos_token_id=EOS_ID,
+            segment_patches=stack.segment_patches,
+            page_bytes=stack.pool.shape.bytes_per_page,
+        ),
         deliver=sessions.deliver,
         on_exit=lambda failure: None,
     )
@@ -176,11 +182,11 @@ async def worker(stack: Stack | None = None, options: Options = Options()) -> As
         assert await asyncio.to_thread(engine.join, TIMEOUT_S), "the engine thread hangs"
 
 
-def run(scenario: Callable[[], Awaitable[None]]) -> None:
+def run(scenario: Callable[[], Awaitable[None]], *, timeout_s: float = 2 * TIMEOUT_S) -> None:
     """Runs a test's coroutine; no test waits longer than the timeout."""
 
     async def bounded() -> None:
-        async with asyncio.timeout(2 * TIMEOUT_S):
+        async with asyncio.timeout(timeout_s):
             await scenario()
 
     asyncio.run(bounded())
