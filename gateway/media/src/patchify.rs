@@ -1,6 +1,10 @@
 //! Frames cut into patch rows, in the order the model's patch embedding and projector read them.
 
-use crate::types::{GridThw, PatchLayout, Patches, RgbFrame};
+mod split;
+
+use crate::resize::Resizer;
+use crate::types::{GridThw, ImageSize, PatchLayout, Patches, RgbFrame};
+use split::{Places, Splitter};
 
 /// Colour channels of a frame.
 const CHANNELS: usize = 3;
@@ -14,10 +18,18 @@ const CHANNELS: usize = 3;
 /// When a side of the frame is not a multiple of [`PatchLayout::factor`], which the plan of a still
 /// rules out.
 pub fn patchify_still(frame: &RgbFrame, layout: PatchLayout) -> Patches {
-    let grid = grid_of(frame, layout, 1);
-    let mut bytes = vec![0; frame.pixels.len()];
-    write_slice(&[frame], layout, &mut bytes);
-    Patches { bytes, grid, frames_per_patch: 1 }
+    patchify_resized(frame, &Resizer::new(frame.size, frame.size), layout)
+}
+
+/// The same of a frame at the resizer's target size, without the resized frame between: its rows
+/// are cut up while they are fresh.
+///
+/// # Panics
+/// As [`patchify_still`], and when the resizer was made for another size than the frame's.
+pub fn patchify_resized(frame: &RgbFrame, resizer: &Resizer, layout: PatchLayout) -> Patches {
+    let mut slice = TemporalPatch::new(resizer.target(), layout, 1);
+    slice.add(frame, resizer);
+    Patches { grid: slice.grid(), bytes: slice.finish(), frames_per_patch: 1 }
 }
 
 /// Patch rows of a clip, each `[channel, frame, row, column]` bytes; a last incomplete temporal
@@ -27,64 +39,115 @@ pub fn patchify_still(frame: &RgbFrame, layout: PatchLayout) -> Patches {
 /// When there is no frame, when frames differ in size, or as [`patchify_still`].
 pub fn patchify_clip(frames: &[RgbFrame], layout: PatchLayout) -> Patches {
     let first = frames.first().expect("invariant: a clip has at least one frame");
-    let per_patch = layout.temporal_patch_size as usize;
-    let slices = frames.len().div_ceil(per_patch);
-    let grid = grid_of(first, layout, slices as u32);
-    let slice_bytes = first.pixels.len() * per_patch;
-    let mut bytes = vec![0; slice_bytes * slices];
-    for (chunk, out) in frames.chunks(per_patch).zip(bytes.chunks_exact_mut(slice_bytes)) {
-        let last = chunk.len() - 1;
-        let slice: Vec<&RgbFrame> = (0..per_patch).map(|tau| &chunk[tau.min(last)]).collect();
-        assert!(slice.iter().all(|frame| frame.size == first.size), "frames of one clip differ");
-        write_slice(&slice, layout, out);
+    let resizer = Resizer::new(first.size, first.size);
+    let per_patch = layout.temporal_patch_size;
+    let mut bytes = Vec::new();
+    for chunk in frames.chunks(per_patch as usize) {
+        let mut slice = TemporalPatch::new(first.size, layout, per_patch);
+        chunk.iter().for_each(|frame| slice.add(frame, &resizer));
+        bytes.extend(slice.finish());
     }
-    Patches { bytes, grid, frames_per_patch: layout.temporal_patch_size }
+    let t = frames.len().div_ceil(per_patch as usize) as u32;
+    let grid = GridThw { t, ..grid_of(first.size, layout) };
+    Patches { bytes, grid, frames_per_patch: per_patch }
 }
 
-fn grid_of(frame: &RgbFrame, layout: PatchLayout, t: u32) -> GridThw {
-    let (size, factor) = (frame.size, layout.factor());
+/// The whole grid of one temporal patch, filled frame by frame.
+#[derive(Debug)]
+pub struct TemporalPatch {
+    size: ImageSize,
+    layout: PatchLayout,
+    num_frames: u32,
+    num_added: u32,
+    bytes: Vec<u8>,
+    splitter: Splitter,
+}
+
+impl TemporalPatch {
+    /// An empty one, for frames of that target size.
+    ///
+    /// # Panics
+    /// When a side is not a multiple of [`PatchLayout::factor`].
+    pub fn new(size: ImageSize, layout: PatchLayout, num_frames: u32) -> Self {
+        let grid = grid_of(size, layout);
+        let plane = (layout.patch_size as usize).pow(2);
+        let bytes = vec![0; grid.patches() as usize * CHANNELS * num_frames as usize * plane];
+        let splitter = Splitter::new(layout.patch_size as usize);
+        Self { size, layout, num_frames, num_added: 0, bytes, splitter }
+    }
+
+    /// Rows and columns of patches.
+    pub fn grid(&self) -> GridThw {
+        grid_of(self.size, self.layout)
+    }
+
+    /// Whether all its frames are there.
+    pub fn is_full(&self) -> bool {
+        self.num_added == self.num_frames
+    }
+
+    /// Adds the next frame, resized on the way.
+    ///
+    /// # Panics
+    /// When it is full, or when the resizer was made for other sizes.
+    pub fn add(&mut self, frame: &RgbFrame, resizer: &Resizer) {
+        assert!(!self.is_full(), "a temporal patch of {} frames is full", self.num_frames);
+        assert_eq!(resizer.target(), self.size, "frames of one clip differ");
+        let mut y = 0;
+        resizer.each_row(frame, |row| {
+            self.write_row(y, row);
+            y += 1;
+        });
+        self.num_added += 1;
+    }
+
+    /// The patch rows; missing frames repeat the last one.
+    ///
+    /// # Panics
+    /// When no frame was added.
+    pub fn finish(mut self) -> Vec<u8> {
+        assert!(self.num_added > 0, "a temporal patch without a frame");
+        let plane = (self.layout.patch_size as usize).pow(2);
+        let last = (self.num_added as usize - 1) * plane;
+        let frames = plane * self.num_frames as usize;
+        for channel in self.bytes.chunks_exact_mut(frames) {
+            let (given, missing) = channel.split_at_mut(last + plane);
+            missing.chunks_exact_mut(plane).for_each(|out| out.copy_from_slice(&given[last..]));
+        }
+        self.bytes
+    }
+
+    /// Puts one row of pixels where it belongs in each patch of its grid row.
+    fn write_row(&mut self, y: usize, row: &[u8]) {
+        let patch = self.layout.patch_size as usize;
+        let merge = self.layout.merge_size as usize;
+        let plane = patch * patch;
+        let stride = plane * self.num_frames as usize;
+        let patch_bytes = CHANNELS * stride;
+        let (grid_row, in_patch) = (y / patch, y % patch);
+        let (block_row, in_block) = (grid_row / merge, grid_row % merge);
+        let patches_wide = self.size.width as usize / patch;
+        let places = Places {
+            first: (block_row * merge * patches_wide + in_block * merge) * patch_bytes
+                + self.num_added as usize * plane
+                + in_patch * patch,
+            merge,
+            patch_bytes,
+            stride,
+        };
+        self.splitter.split_row(row, places, &mut self.bytes);
+    }
+}
+
+fn grid_of(size: ImageSize, layout: PatchLayout) -> GridThw {
+    let factor = layout.factor();
     assert!(
         size.width.is_multiple_of(factor) && size.height.is_multiple_of(factor),
         "frame of {}x{} is not a multiple of {factor}",
         size.width,
         size.height
     );
-    GridThw { t, h: size.height / layout.patch_size, w: size.width / layout.patch_size }
-}
-
-/// Writes one temporal patch row over all of its frames: the whole grid of one `t`.
-fn write_slice(frames: &[&RgbFrame], layout: PatchLayout, out: &mut [u8]) {
-    let patch = layout.patch_size as usize;
-    let merge = layout.merge_size as usize;
-    let width = frames[0].size.width as usize;
-    let row_bytes = width * CHANNELS;
-    let plane = patch * patch;
-    let patch_bytes = CHANNELS * frames.len() * plane;
-    let patches_wide = width / patch;
-    for (tau, frame) in frames.iter().enumerate() {
-        for (y, row) in frame.pixels.chunks_exact(row_bytes).enumerate() {
-            let (grid_row, in_patch) = (y / patch, y % patch);
-            let (block_row, in_block) = (grid_row / merge, grid_row % merge);
-            for (grid_column, strip) in row.chunks_exact(patch * CHANNELS).enumerate() {
-                let (block_column, across) = (grid_column / merge, grid_column % merge);
-                let index = block_row * merge * patches_wide
-                    + (block_column * merge + in_block) * merge
-                    + across;
-                let start = index * patch_bytes + tau * plane + in_patch * patch;
-                split_channels(strip, &mut out[start..], frames.len() * plane, patch);
-            }
-        }
-    }
-}
-
-/// Copies `patch` interleaved pixels into three planes that lie `plane_stride` bytes apart.
-fn split_channels(strip: &[u8], out: &mut [u8], plane_stride: usize, patch: usize) {
-    let (red, rest) = out.split_at_mut(plane_stride);
-    let (green, blue) = rest.split_at_mut(plane_stride);
-    let targets = red[..patch].iter_mut().zip(&mut green[..patch]).zip(&mut blue[..patch]);
-    for (pixel, ((r, g), b)) in strip.chunks_exact(CHANNELS).zip(targets) {
-        (*r, *g, *b) = (pixel[0], pixel[1], pixel[2]);
-    }
+    GridThw { t: 1, h: size.height / layout.patch_size, w: size.width / layout.patch_size }
 }
 
 #[cfg(test)]

@@ -76,15 +76,40 @@ impl Resizer {
     /// # Panics
     /// When the frame is not of the size that this was made for, or its bytes do not fill it.
     pub fn resize(&self, frame: &RgbFrame) -> RgbFrame {
+        let mut pixels = Vec::with_capacity(self.target_row_bytes() * self.target.height as usize);
+        self.each_row(frame, |row| pixels.extend_from_slice(row));
+        RgbFrame { size: self.target, pixels }
+    }
+
+    /// Gives the rows of the frame at the target size, from top to bottom, while they are fresh in
+    /// the processor's cache.
+    ///
+    /// # Panics
+    /// As [`Resizer::resize`].
+    pub(crate) fn each_row(&self, frame: &RgbFrame, give: impl FnMut(&[u8])) {
         assert_eq!(frame.size, self.source, "frame of another size");
         assert_eq!(frame.pixels.len() as u64, frame.size.pixels() * CHANNELS as u64);
-        let pixels = match (&self.horizontal, &self.vertical) {
-            (None, None) => frame.pixels.clone(),
-            (Some(axis), None) => self.narrow_all(&frame.pixels, axis),
-            (None, Some(axis)) => self.lower_all(&frame.pixels, axis),
-            (Some(across), Some(down)) => self.both(&frame.pixels, across, down),
-        };
-        RgbFrame { size: self.target, pixels }
+        match (&self.horizontal, &self.vertical) {
+            (None, None) => frame.pixels.chunks_exact(self.target_row_bytes()).for_each(give),
+            (Some(axis), None) => self.narrow_all(&frame.pixels, axis, give),
+            (None, Some(axis)) => {
+                let row_bytes = self.target_row_bytes();
+                let mut row = vec![0; row_bytes];
+                let mut give = give;
+                for index in 0..axis.starts.len() {
+                    let window = &frame.pixels[axis.starts[index] as usize * row_bytes..];
+                    let weights = axis.row(index);
+                    self.kernels.weighted_rows(window, weights, axis.precision, &mut row);
+                    give(&row);
+                }
+            }
+            (Some(across), Some(down)) => self.both(&frame.pixels, across, down, give),
+        }
+    }
+
+    /// The size of the rows given.
+    pub(crate) fn target(&self) -> ImageSize {
+        self.target
     }
 
     fn source_row_bytes(&self) -> usize {
@@ -96,37 +121,35 @@ impl Resizer {
     }
 
     /// The horizontal pass alone.
-    fn narrow_all(&self, pixels: &[u8], axis: &AxisWeights) -> Vec<u8> {
+    fn narrow_all(&self, pixels: &[u8], axis: &AxisWeights, give: impl FnMut(&[u8])) {
         let row_bytes = self.target_row_bytes();
+        let height = self.source.height as usize;
         let mut tile = Tile::default();
-        let mut out = vec![0; row_bytes * self.source.height as usize];
-        for (number, target) in out.chunks_mut(BAND * row_bytes).enumerate() {
-            self.narrow_band(pixels, number * BAND, axis, &mut tile, target);
+        let mut band = vec![0; BAND * row_bytes];
+        let mut give = give;
+        for first in (0..height).step_by(BAND) {
+            let rows = &mut band[..BAND.min(height - first) * row_bytes];
+            self.narrow_band(pixels, first, axis, &mut tile, rows);
+            rows.chunks_exact(row_bytes).for_each(&mut give);
         }
-        out
-    }
-
-    /// The vertical pass alone.
-    fn lower_all(&self, pixels: &[u8], axis: &AxisWeights) -> Vec<u8> {
-        let row_bytes = self.target_row_bytes();
-        let mut out = vec![0; row_bytes * self.target.height as usize];
-        for (index, target) in out.chunks_exact_mut(row_bytes).enumerate() {
-            let window = &pixels[axis.starts[index] as usize * row_bytes..];
-            self.kernels.weighted_rows(window, axis.row(index), axis.precision, target);
-        }
-        out
     }
 
     /// Both passes, keeping only the narrowed rows that the vertical window still needs.
-    fn both(&self, pixels: &[u8], across: &AxisWeights, down: &AxisWeights) -> Vec<u8> {
+    fn both(
+        &self,
+        pixels: &[u8],
+        across: &AxisWeights,
+        down: &AxisWeights,
+        mut give: impl FnMut(&[u8]),
+    ) {
         let row_bytes = self.target_row_bytes();
         let height = self.source.height as usize;
         let mut tile = Tile::default();
         // rows `first` to `next` of the narrowed picture
         let mut window = vec![0; (down.longest + BAND) * row_bytes];
         let (mut first, mut next) = (0, 0);
-        let mut out = vec![0; row_bytes * self.target.height as usize];
-        for (index, target) in out.chunks_exact_mut(row_bytes).enumerate() {
+        let mut row = vec![0; row_bytes];
+        for index in 0..down.starts.len() {
             let start = down.starts[index] as usize;
             let end = start + down.counts[index] as usize;
             while next < end {
@@ -140,9 +163,9 @@ impl Resizer {
                 next += rows;
             }
             let rows = &window[(start - first) * row_bytes..];
-            self.kernels.weighted_rows(rows, down.row(index), down.precision, target);
+            self.kernels.weighted_rows(rows, down.row(index), down.precision, &mut row);
+            give(&row);
         }
-        out
     }
 
     /// Narrows rows from row `first` on, as many as `target` holds, `BAND` at most.
@@ -233,6 +256,17 @@ impl Kernels {
             #[cfg(target_arch = "x86_64")]
             Self::Avx2(proof) => proof.to_rows(columns, place, target),
         }
+    }
+}
+
+#[cfg(test)]
+impl Kernels {
+    /// Every one that this machine runs.
+    fn all() -> Vec<Self> {
+        let mut all = vec![Self::Scalar];
+        #[cfg(target_arch = "x86_64")]
+        all.extend(avx2::Avx2::detect().map(Self::Avx2));
+        all
     }
 }
 

@@ -9,8 +9,8 @@ use gateway_core::conversation::check_chat;
 use gateway_core::model::SizeControls;
 use gateway_core::openai::RequestBody;
 use gateway_media::decode::{DecodeLimits, decode_image, read_header};
-use gateway_media::patchify::{patchify_clip, patchify_still};
-use gateway_media::resize::{Resizer, resize};
+use gateway_media::patchify::{patchify_clip, patchify_resized};
+use gateway_media::resize::Resizer;
 use gateway_media::{ClipInfo, ImageSize, MediaError, Patches, RgbFrame};
 use rand::RngCore;
 use tokio::runtime::Runtime;
@@ -119,7 +119,8 @@ impl Preparer {
         let size = read_header(bytes).map_err(refusal)?.size;
         let plan = spec.plan_image(size, controls)?;
         let frame = decode_image(bytes, &DecodeLimits::default()).map_err(refusal)?;
-        Ok(patchify_still(&resize(&frame, plan.target), spec.patch_layout()))
+        let resizer = Resizer::new(frame.size, plan.target);
+        Ok(patchify_resized(&frame, &resizer, spec.patch_layout()))
     }
 
     /// Patch rows of frames that were chosen already, all of them, in order.

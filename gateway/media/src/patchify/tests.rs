@@ -1,6 +1,7 @@
 //! Patch order, the missing temporal copy of stills, the repeated last frame of odd clips.
 
-use super::{patchify_clip, patchify_still};
+use super::{TemporalPatch, patchify_clip, patchify_resized, patchify_still};
+use crate::resize::{Resizer, resize};
 use crate::types::{GridThw, ImageSize, PatchLayout, RgbFrame};
 
 const M3: PatchLayout = PatchLayout { patch_size: 14, temporal_patch_size: 2, merge_size: 2 };
@@ -77,4 +78,23 @@ fn other_layouts_work_too() {
 #[should_panic(expected = "not a multiple of 28")]
 fn a_frame_of_another_size_is_a_fault_of_ours() {
     patchify_still(&frame(30, 28, 0), M3);
+}
+
+#[test]
+fn resizing_on_the_way_gives_the_same_rows_on_every_path() {
+    for (from, to) in
+        [((90, 61), (56, 84)), ((56, 61), (56, 84)), ((90, 84), (56, 84)), ((56, 84), (56, 84))]
+    {
+        let picture = frame(from.0, from.1, 3);
+        let target = ImageSize { width: to.0, height: to.1 };
+        let resizer = Resizer::new(picture.size, target);
+        let apart = patchify_still(&resize(&picture, target), M3);
+        assert_eq!(patchify_resized(&picture, &resizer, M3), apart, "{from:?} to {to:?}");
+
+        let mut slice = TemporalPatch::new(target, M3, 2);
+        slice.add(&picture, &resizer);
+        assert!(!slice.is_full());
+        let alone = patchify_clip(&[resize(&picture, target)], M3).bytes;
+        assert_eq!(slice.finish(), alone, "{from:?} to {to:?}");
+    }
 }

@@ -28,7 +28,7 @@ fn hex(digest: [u8; 32]) -> String {
 }
 
 #[test]
-fn every_byte_equals_torch_for_both_kernels() {
+fn every_byte_equals_torch_for_all_kernels() {
     let mut cases = 0;
     for line in VECTORS.lines() {
         let fields: Vec<&str> = line.split(' ').collect();
@@ -36,7 +36,7 @@ fn every_byte_equals_torch_for_both_kernels() {
         let from = ImageSize { width: side(0), height: side(1) };
         let to = ImageSize { width: side(2), height: side(3) };
         let frame = source(from, fields[4]);
-        for kernels in [Kernels::Scalar, Kernels::best()] {
+        for kernels in Kernels::all() {
             let resized = Resizer::with_kernels(from, to, kernels).resize(&frame);
             assert_eq!(resized.size, to);
             assert_eq!(hex(sha256(&resized.pixels)), fields[5], "{kernels:?}: {line}");
@@ -63,7 +63,10 @@ proptest! {
         let to = ImageSize { width: to.0, height: to.1 };
         let frame = source(from, if extremes { "extremes" } else { "noise" });
         let plain = Resizer::with_kernels(from, to, Kernels::Scalar).resize(&frame);
-        prop_assert_eq!(plain, resize(&frame, to));
+        for kernels in Kernels::all() {
+            let fast = Resizer::with_kernels(from, to, kernels).resize(&frame);
+            prop_assert!(plain == fast, "{kernels:?}");
+        }
     }
 
     #[test]
@@ -75,5 +78,36 @@ proptest! {
         let frame = RgbFrame { size: from, pixels: colour.repeat(from.pixels() as usize) };
         let resized = resize(&frame, to);
         prop_assert!(resized.pixels.as_chunks::<3>().0.iter().all(|pixel| *pixel == colour));
+    }
+}
+
+/// `cargo test -p gateway-media speed_of -- --ignored --nocapture`
+#[test]
+#[ignore = "prints times"]
+fn speed_of_each_kernel() {
+    let layout =
+        crate::types::PatchLayout { patch_size: 14, temporal_patch_size: 2, merge_size: 2 };
+    let frame = source(ImageSize { width: 1920, height: 1080 }, "noise");
+    let target = ImageSize { width: 896, height: 504 };
+    for kernels in Kernels::all() {
+        let resizer = Resizer::with_kernels(frame.size, target, kernels);
+        let mut taken: Vec<f64> = (0..200)
+            .map(|_| {
+                let begin = std::time::Instant::now();
+                std::hint::black_box(resizer.resize(&frame));
+                begin.elapsed().as_secs_f64() * 1e3
+            })
+            .collect();
+        taken.sort_by(f64::total_cmp);
+        println!("{kernels:?}: resize best {:.3} ms, quarter {:.3} ms", taken[0], taken[50]);
+        let mut taken: Vec<f64> = (0..200)
+            .map(|_| {
+                let begin = std::time::Instant::now();
+                std::hint::black_box(crate::patchify::patchify_resized(&frame, &resizer, layout));
+                begin.elapsed().as_secs_f64() * 1e3
+            })
+            .collect();
+        taken.sort_by(f64::total_cmp);
+        println!("{kernels:?}: to patches best {:.3} ms, quarter {:.3} ms", taken[0], taken[50]);
     }
 }

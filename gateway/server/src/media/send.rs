@@ -6,9 +6,9 @@ use std::time::Instant;
 
 use bytes::Bytes;
 use gateway_media::decode::{DecodeLimits, ImageHeader, decode_image};
-use gateway_media::patchify::{patchify_clip, patchify_still};
-use gateway_media::resize::{Resizer, resize};
-use gateway_media::{MediaError, MediaHash, PatchLayout, RgbFrame};
+use gateway_media::patchify::{TemporalPatch, patchify_resized};
+use gateway_media::resize::Resizer;
+use gateway_media::{MediaError, MediaHash, PatchLayout};
 use tokio::sync::OwnedMutexGuard;
 
 use super::ffmpeg::{ClipProbe, MemoryFile};
@@ -109,7 +109,8 @@ impl MediaLoader {
             if watch.check() == Err(Left) {
                 return Ok(Bytes::new());
             }
-            Ok::<_, MediaError>(patchify_still(&resize(&frame, target), layout).bytes.into())
+            let resizer = Resizer::new(frame.size, target);
+            Ok::<_, MediaError>(patchify_resized(&frame, &resizer, layout).bytes.into())
         });
         Ok(Arc::from([work.await?.map_err(media_refusal)?]))
     }
@@ -165,25 +166,30 @@ impl MediaLoader {
         let resizer = Arc::new(Resizer::new(probe.info.size, item.plan.target));
         let processes = &item.share.processes;
         let mut stream = self.ffmpeg.frames(file, probe, &item.plan.frames, processes).await?;
-        let mut slice: Vec<RgbFrame> = Vec::new();
+        let (target, num_frames) = (item.plan.target, layout.temporal_patch_size);
+        let mut slice = None;
         let mut next = stream.next().await?;
         while let Some(frame) = next {
             let resizer = Arc::clone(&resizer);
+            let mut filling =
+                slice.take().unwrap_or_else(|| TemporalPatch::new(target, layout, num_frames));
+            let adding = self.rooms.run(&item.share, pixels, move |_| {
+                filling.add(&frame, &resizer);
+                filling
+            });
             // the child decodes the next frame meanwhile
-            let resized = self.rooms.run(&item.share, pixels, move |_| resizer.resize(&frame));
-            let (resized, following) = tokio::join!(resized, stream.next());
-            slice.push(resized?);
+            let (added, following) = tokio::join!(adding, stream.next());
+            let added = added?;
             next = following?;
-            if slice.len() == layout.temporal_patch_size as usize || next.is_none() {
-                let frames = std::mem::take(&mut slice);
-                let cost = item.plan.target.pixels();
-                let cut = move |_: &_| Bytes::from(patchify_clip(&frames, layout).bytes);
-                let patches = self.rooms.run(&item.share, cost, cut).await?;
-                if let Some(kept) = kept {
-                    kept.push(patches.clone());
-                }
-                upload.push(patches).await?;
+            if !added.is_full() && next.is_some() {
+                slice = Some(added);
+                continue;
             }
+            let patches = Bytes::from(added.finish());
+            if let Some(kept) = kept {
+                kept.push(patches.clone());
+            }
+            upload.push(patches).await?;
         }
         Ok(())
     }
