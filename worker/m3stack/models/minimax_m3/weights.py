@@ -31,8 +31,8 @@ from m3stack.weight_files.reader import Buffer, FileReader
 
 Progress = Callable[[int, int], None]
 
-# decoding goes through fp32, which takes several times the bytes
-DECODED_BYTES = 2 << 20
+# decoding goes through fp32, which takes several times the bytes and should stay in a cache
+DECODED_BYTES = 1 << 20
 
 SCALE_SUFFIX = "_scale"
 """A kept MXFP8 parameter's scales stand in a parameter of its name with this behind it."""
