@@ -1,0 +1,65 @@
+"""A worker without a model: says a fixed text, a few tokens a message, in a real worker's name."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+
+import grpc
+
+from m3stack.worker.v1 import worker_pb2 as pb
+from m3stack.worker.v1 import worker_pb2_grpc as pb_grpc
+from tests.e2e.conftest import Server
+
+TOKENS_PER_MESSAGE = 3
+HEARTBEAT_S = 0.5
+
+
+class ScriptedWorker(pb_grpc.WorkerServiceServicer):
+    """Answers every request with the same tokens, whatever it asks for."""
+
+    def __init__(self, identity: pb.Identity, token_ids: list[int]) -> None:
+        self.identity = identity
+        self.token_ids = token_ids
+        self.closed = threading.Event()
+
+    def Watch(self, request: object, context: grpc.ServicerContext) -> Iterator[pb.WatchResponse]:
+        state = pb.WORKER_STATE_READY
+        yield pb.WatchResponse(identity=self.identity, state=state, load=pb.Load())
+        while context.is_active() and not self.closed.wait(HEARTBEAT_S):
+            yield pb.WatchResponse(state=state, load=pb.Load())
+
+    def Generate(
+        self, requests: Iterator[pb.GenerateRequest], context: grpc.ServicerContext
+    ) -> Iterator[pb.GenerateResponse]:
+        header = next(requests).header
+        yield pb.GenerateResponse(started=pb.Started())
+        for begin in range(0, len(self.token_ids), TOKENS_PER_MESSAGE):
+            piece = self.token_ids[begin : begin + TOKENS_PER_MESSAGE]
+            yield pb.GenerateResponse(tokens=pb.Tokens(token_ids=piece))
+        usage = pb.Usage(
+            prompt_tokens=len(header.prompt_token_ids), completion_tokens=len(self.token_ids)
+        )
+        yield pb.GenerateResponse(finished=pb.Finished(reason=pb.FINISH_REASON_STOP, usage=usage))
+
+
+@contextlib.contextmanager
+def scripted_worker(like: Server, token_ids: list[int]) -> Iterator[str]:
+    """Serves the script under the identity of a real worker; gives its URL."""
+    with grpc.insecure_channel(like.address) as channel:
+        watch = pb_grpc.WorkerServiceStub(channel).Watch(pb.WatchRequest(heartbeat_ms=1000))
+        identity = next(iter(watch)).identity
+        watch.cancel()
+    identity.worker_id = "scripted"
+    service = ScriptedWorker(identity, token_ids)
+    server = grpc.server(ThreadPoolExecutor(8))
+    pb_grpc.add_WorkerServiceServicer_to_server(service, server)
+    port = server.add_insecure_port("127.0.0.1:0")
+    server.start()
+    try:
+        yield f"http://127.0.0.1:{port}"
+    finally:
+        service.closed.set()
+        server.stop(grace=1).wait()
