@@ -66,7 +66,8 @@ proto: $(VENV)/.packages ## regenerate the Python side of the proto
 soak: build ## the long tests: load, chaos, fuzzing
 	@OMP_NUM_THREADS=1 $(BIN)/pytest -m soak --timeout 1800
 
-bench: build ## gateway overhead against a scripted worker
+bench: build ## the gateway in release, against a scripted worker
+	@cargo build --locked --release -p gateway-server --bin m3stack-gateway --examples
 	@$(BIN)/m3stack bench gateway
 
 release: $(VENV)/.packages ## an optimised wheel in dist/ and the gateway binary in target/release/
