@@ -105,7 +105,7 @@ def test_no_tokens_are_routed_and_run_to_nothing() -> None:
     assert run.run_experts(x, gate_up, down, ids, weights, ALPHA, LIMIT).shape == (0, 32)
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=15, deadline=None)
 @given(
     st.lists(st.lists(st.integers(-1, 6), min_size=2, max_size=2), min_size=1, max_size=60),
     st.sampled_from([1, 4, 16]),

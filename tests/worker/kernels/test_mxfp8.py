@@ -55,7 +55,7 @@ def group_of(values: list[float]) -> Tensor:
     return torch.tensor(padded, dtype=torch.float64).to(torch.bfloat16)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(st.lists(st.floats(-(2.0**127), 2.0**127, width=32), max_size=32))
 def test_encoding_is_the_least_scale_and_the_nearest_elements(values: list[float]) -> None:
     group = group_of(values)
