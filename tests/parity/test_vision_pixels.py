@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 import pytest
 from numpy.typing import NDArray
-from PIL import Image, ImageOps
+from PIL import Image, ImageOps, PngImagePlugin
 from transformers.models.minimax_m3_vl.image_processing_minimax_m3_vl import (
     MiniMaxM3VLImageProcessor,
 )
@@ -117,6 +117,23 @@ def test_jpegs_of_any_kind_give_the_reference_patches(sides: Sides) -> None:
             progressive=bool(number & 4),
         )
         sides.assert_still_equal(data, shown(data))
+
+
+@pytest.mark.parametrize("form", ['="{}"', ">{}<"])
+def test_orientation_in_xmp_turns_pictures_whose_exif_is_silent(sides: Sides, form: str) -> None:
+    rng = random.Random(f"xmp {form}")
+    for orientation in (1, 6, 8, 9):
+        packet = b"<x:xmpmeta tiff:Orientation" + form.format(orientation).encode() + b"/>"
+        for file_format in ("JPEG", "WEBP", "PNG"):
+            options: dict[str, object] = {"xmp": packet}
+            if file_format == "PNG":
+                text = PngImagePlugin.PngInfo()
+                text.add_itxt("XML:com.adobe.xmp", packet.decode())
+                options = {"pnginfo": text}
+            elif file_format == "WEBP":
+                options["lossless"] = True
+            data = encoded(picture(rng, "RGB"), file_format, **options)
+            sides.assert_still_equal(data, shown(data))
 
 
 @pytest.mark.parametrize("file_format", ["GIF", "BMP", "TIFF", "WEBP"])

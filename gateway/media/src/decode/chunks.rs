@@ -29,16 +29,37 @@ pub(super) fn read_png_header(bytes: &[u8]) -> Result<RawHeader, MediaError> {
         width: u32::from_be_bytes([w3, w2, w1, w0]),
         height: u32::from_be_bytes([h3, h2, h1, h0]),
     };
-    let exif = chunks.find(|(kind, _)| kind == b"eXIf");
-    let orientation = exif.map(|(_, block)| Orientation::from_exif_block(block));
-    Ok(RawHeader { size, orientation: orientation.unwrap_or_default() })
+    let (mut exif, mut xmp) = (None, None);
+    for (kind, data) in chunks {
+        match &kind {
+            b"eXIf" => exif = exif.or(Some(data)),
+            b"iTXt" => xmp = xmp_text(data).or(xmp),
+            _ => {}
+        }
+    }
+    Ok(RawHeader { size, orientation: Orientation::stated(exif, xmp) })
+}
+
+/// The XMP packet in a PNG's text chunk, if it is one that is not compressed.
+fn xmp_text(data: &[u8]) -> Option<&[u8]> {
+    // key, flag of compression and its method, then language and key again, each ended by a zero
+    let rest = data.strip_prefix(b"XML:com.adobe.xmp\0\0")?.get(1..)?;
+    let mut parts = rest.splitn(3, |byte| *byte == 0);
+    parts.nth(2)
 }
 
 /// Orientation of a WebP, whose EXIF follows the image data.
 pub(super) fn webp_orientation(bytes: &[u8]) -> Orientation {
-    let mut chunks = WebpChunks { rest: bytes.get(WEBP_START..).unwrap_or_default() };
-    let exif = chunks.find(|(kind, _)| kind == b"EXIF");
-    exif.map(|(_, block)| Orientation::from_exif_block(block)).unwrap_or_default()
+    let chunks = WebpChunks { rest: bytes.get(WEBP_START..).unwrap_or_default() };
+    let (mut exif, mut xmp) = (None, None);
+    for (kind, data) in chunks {
+        match &kind {
+            b"EXIF" => exif = exif.or(Some(data)),
+            b"XMP " => xmp = xmp.or(Some(data)),
+            _ => {}
+        }
+    }
+    Orientation::stated(exif, xmp)
 }
 
 /// Size that the first lossy frame of a WebP gives itself, which may contradict the file's header:

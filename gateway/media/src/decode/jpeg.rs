@@ -24,18 +24,22 @@ const HARMLESS_WARNINGS: [&str; 6] = [
     "bad ICC marker",
 ];
 
+/// Opens a segment that holds an XMP packet.
+const XMP: &[u8] = b"http://ns.adobe.com/xap/1.0/\0";
+
 /// Size and orientation, from the markers before the first scan.
 pub(super) fn read_header(bytes: &[u8]) -> Result<RawHeader, MediaError> {
     let mut size = None;
-    let mut orientation = None;
+    let (mut exif, mut xmp) = (None, None);
     for segment in Segments::of(bytes) {
         match segment.marker {
             0xc0..=0xcf if !matches!(segment.marker, 0xc4 | 0xc8 | 0xcc) => {
                 size = size.or(Some(frame_size(segment.body)?));
             }
             0xe1 if segment.body.starts_with(b"Exif\0\0") => {
-                orientation.get_or_insert(Orientation::from_exif_block(segment.body));
+                exif = exif.or(Some(segment.body));
             }
+            0xe1 if segment.body.starts_with(XMP) => xmp = Some(&segment.body[XMP.len()..]),
             0xda if size.is_none() => {
                 return Err(unreadable("a scan comes before the frame header"));
             }
@@ -45,7 +49,7 @@ pub(super) fn read_header(bytes: &[u8]) -> Result<RawHeader, MediaError> {
         }
     }
     let size = size.ok_or_else(|| truncated("it ends before the frame header"))?;
-    Ok(RawHeader { size, orientation: orientation.unwrap_or_default() })
+    Ok(RawHeader { size, orientation: Orientation::stated(exif, xmp) })
 }
 
 /// The picture as stored.
