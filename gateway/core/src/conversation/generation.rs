@@ -106,6 +106,15 @@ pub(crate) fn read_messages(body: &Fields, limits: &Limits) -> Result<Generation
     Ok(generation)
 }
 
+/// Generation fields of a responses request.
+pub(crate) fn read_responses(body: &Fields, limits: &Limits) -> Result<Generation, RequestError> {
+    let max_tokens = body.count("max_output_tokens", 1..=limits.max_output_tokens)?;
+    let ending = Ending { max_tokens, ..Ending::default() };
+    let mut generation = read(body, limits, LogprobsWish::default(), ending)?;
+    generation.num_samples = 1;
+    Ok(generation)
+}
+
 /// What ends a reply, read in the words of each protocol.
 #[derive(Default)]
 struct Ending {

@@ -71,7 +71,7 @@ impl Reader {
 
     fn plain(&mut self, message: &Fields, role: &str) -> Result<(), RequestError> {
         let mut media = Vec::new();
-        let content = content(message, &mut media)?;
+        let content = content(message, "content", &mut media)?;
         self.turns.push(named(message, role, content)?, media);
         Ok(())
     }
@@ -79,7 +79,7 @@ impl Reader {
     fn assistant(&mut self, message: &Fields) -> Result<(), RequestError> {
         self.require_answers()?;
         let mut media = Vec::new();
-        let content = content(message, &mut media)?;
+        let content = content(message, "content", &mut media)?;
         if let Some(first) = media.first() {
             return Err(RequestError::invalid(
                 first.param.clone(),
@@ -140,7 +140,7 @@ impl Reader {
             return Err(stray_result(message, id));
         };
         let mut media = Vec::new();
-        let content = content(message, &mut media)?;
+        let content = content(message, "content", &mut media)?;
         let mut normal = named(message, "tool", content)?;
         if let Some(id) = id {
             normal.insert("tool_call_id".to_owned(), id.into());
@@ -178,7 +178,7 @@ fn named(message: &Fields, role: &str, content: Json) -> Result<Object, RequestE
     Ok(normal)
 }
 
-fn arguments(function: &Fields) -> Result<Json, RequestError> {
+pub(crate) fn arguments(function: &Fields) -> Result<Json, RequestError> {
     let path = function.path("arguments");
     let text = match function.get("arguments") {
         None => return Ok(Json::Object(Object::new())),
@@ -203,16 +203,20 @@ fn arguments(function: &Fields) -> Result<Json, RequestError> {
 }
 
 /// Content as one string if it is all text, else as a list of parts; media are appended.
-fn content(message: &Fields, media: &mut Vec<MediaRef>) -> Result<Json, RequestError> {
-    let items = match message.get("content") {
+pub(crate) fn content(
+    message: &Fields,
+    key: &str,
+    media: &mut Vec<MediaRef>,
+) -> Result<Json, RequestError> {
+    let items = match message.get(key) {
         None => return Ok("".into()),
         Some(Json::String(text)) => return Ok(text.as_str().into()),
         Some(Json::Array(items)) => items,
         Some(other) => {
-            return Err(wrong_type(message.path("content"), "a string or a list of parts", other));
+            return Err(wrong_type(message.path(key), "a string or a list of parts", other));
         }
     };
-    let path = message.path("content");
+    let path = message.path(key);
     let mut parts = Vec::with_capacity(items.len());
     for (index, item) in items.iter().enumerate() {
         match item {

@@ -5,7 +5,7 @@ pub(crate) mod fields;
 pub(crate) mod generation;
 pub(crate) mod media;
 pub(crate) mod messages;
-mod tools;
+pub(crate) mod tools;
 pub(crate) mod turns;
 
 pub use completion::{

@@ -107,7 +107,8 @@ fn schema(function: &Fields) -> Result<ToolSchema, RequestError> {
     }
 }
 
-fn choice(body: &Fields, schemas: &[ToolSchema]) -> Result<ToolChoice, RequestError> {
+/// Reads `tool_choice`.
+pub(crate) fn choice(body: &Fields, schemas: &[ToolSchema]) -> Result<ToolChoice, RequestError> {
     let Some(value) = body.get("tool_choice") else { return Ok(ToolChoice::Auto) };
     let unknown = |value: &Json| {
         RequestError::invalid(

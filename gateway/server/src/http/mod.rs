@@ -6,6 +6,7 @@ mod completions;
 mod messages;
 mod observe;
 mod ops;
+mod responses;
 mod serve;
 mod sse;
 mod tokens;
@@ -41,6 +42,7 @@ pub fn router(app: &Arc<App>) -> Router {
         .route("/v1/completions", post(completions::completions))
         .route("/v1/messages", post(messages::create))
         .route("/v1/messages/count_tokens", post(messages::count_tokens))
+        .route("/v1/responses", post(responses::create))
         .route("/v1/models", get(ops::models))
         .route("/v1/models/{*id}", get(ops::model))
         .route("/tokenize", post(tokens::tokenize))

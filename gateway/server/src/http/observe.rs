@@ -95,6 +95,7 @@ fn route_label(path: &str) -> RouteLabel {
         "/v1/completions" => RouteLabel::Completions,
         "/v1/messages" => RouteLabel::Messages,
         "/v1/messages/count_tokens" => RouteLabel::CountTokens,
+        "/v1/responses" => RouteLabel::Responses,
         "/tokenize" | "/v1/tokenize" => RouteLabel::Tokenize,
         "/detokenize" | "/v1/detokenize" => RouteLabel::Detokenize,
         "/health" | "/ready" | "/metrics" | "/version" => RouteLabel::Operations,

@@ -38,6 +38,8 @@ closed_set! {
         Messages = "/v1/messages",
         /// `/v1/messages/count_tokens`
         CountTokens = "/v1/messages/count_tokens",
+        /// `/v1/responses`
+        Responses = "/v1/responses",
         /// `/v1/models`, `/v1/models/{id}`
         Models = "/v1/models",
         /// `/tokenize`
