@@ -81,7 +81,11 @@ def converse(conversation: Conversation, arguments: argparse.Namespace) -> int:
             conversation.forget()
             images, videos = [], []
         elif command in ("/image", "/video"):
-            (images if command == "/image" else videos).append(rest.strip())
+            # read now: a wrong path is told at once and not again with every message
+            try:
+                (images if command == "/image" else videos).append(as_url(rest.strip()))
+            except ChatError as error:
+                console.print(f"{error}", style="red", markup=False)
         elif command == "/help":
             console.print(HELP, markup=False)
         elif line:
