@@ -380,8 +380,6 @@ def test_what_keeps_a_worker_from_starting_is_said(tmp_path: Path) -> None:
         run_worker(config(tmp_path))
     with pytest.raises(StartupError, match="kernels is 'fast'"):
         run_worker(config(kernels="fast"))
-    with pytest.raises(StartupError, match="tensor_parallel is 2"):
-        run_worker(config(tensor_parallel=2))
     with pytest.raises(StartupError, match="max_context_tokens is 2000000, the model supports"):
         run_worker(config(max_context_tokens=2_000_000))
     if not torch.cuda.is_available():

@@ -98,7 +98,7 @@ class WorkerConfig:
         _one_of(DTYPES),
     )
     kernels: str = _setting("auto", "kernel back end; auto picks by device", _any)
-    tensor_parallel: int = _setting(1, "GPUs that share the model", _at_least(1))
+    tensor_parallel: int = _setting(1, "ranks that share the model; CPUs only", _at_least(1))
     kv_memory_fraction: float = _setting(
         0.9, "share of the memory left after loading that cache pages may take", _fraction
     )

@@ -21,12 +21,14 @@ from grpc_reflection.v1alpha import reflection
 from prometheus_client import start_http_server
 
 from m3stack import __version__
-from m3stack.assemble import Assembly, Surroundings, assemble, choose_hardware, context_limit
+from m3stack.assemble import Assembly, Surroundings, assemble
 from m3stack.cache.media import MediaLedger
 from m3stack.config import WorkerConfig
 from m3stack.engine.engine import Engine
 from m3stack.errors import StartupError
+from m3stack.hardware import choose_hardware
 from m3stack.models.minimax_m3.config import M3Config
+from m3stack.pools import context_limit
 from m3stack.progress import TransferProgress
 from m3stack.rpc.admin import AdminService
 from m3stack.rpc.admission import MediaAdmission
@@ -166,12 +168,16 @@ class _Worker:
             _log.info("stopped_while_loading")
             return EXIT_DRAINED
         engine = self._start_engine(assembly)
+        if assembly.group is not None:
+            assembly.group.start_watching(engine.abort)
         code = EXIT_FAILED
         try:
             code = await self._serve(engine)
         finally:
             engine.stop()
             await asyncio.to_thread(engine.join)
+            if assembly.group is not None:
+                await asyncio.to_thread(assembly.group.stop)
             # the last events are on their way to the calls through this loop
             await asyncio.sleep(0)
             try:

@@ -8,12 +8,13 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from m3stack.batch import PatchBatch
-from m3stack.cache.media import MediaLedger, media_key
+from m3stack.cache.media import media_key
 from m3stack.engine.plan import EncodeItem
 from m3stack.engine.sequence import NO_SEGMENTS
 from m3stack.types import MediaItem, PatchFormat, Request
@@ -21,6 +22,31 @@ from m3stack.types import MediaItem, PatchFormat, Request
 _log = logging.getLogger(__name__)
 
 EncodeMedia = Callable[[PatchBatch], list[Tensor]]
+
+
+class FeatureBook(Protocol):
+    """What the encoder asks and tells of the media ledger."""
+
+    def is_encoded(self, key: bytes) -> bool: ...
+
+    def mark_encoded(self, key: bytes, num_parts: int = 1, *, is_whole: bool = True) -> None: ...
+
+
+class FollowerBook:
+    """The book of a rank that follows: what is kept is decided where the ledger is."""
+
+    def __init__(self) -> None:
+        self._encoded: set[bytes] = set()
+
+    def is_encoded(self, key: bytes) -> bool:
+        return key in self._encoded
+
+    def mark_encoded(self, key: bytes, num_parts: int = 1, *, is_whole: bool = True) -> None:
+        if is_whole:
+            self._encoded.add(key)
+
+    def forget(self, keys: Sequence[bytes]) -> None:
+        self._encoded.difference_update(keys)
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +94,7 @@ class Encoder:
     def __init__(
         self,
         encode: EncodeMedia,
-        ledger: MediaLedger,
+        ledger: FeatureBook,
         device: torch.device,
         *,
         segment_patches: int = NO_SEGMENTS,
@@ -104,14 +130,17 @@ class Encoder:
         """[n, M] features of a pinned item; those of parts not yet encoded are undefined."""
         return self._features[key]
 
+    def drop(self, keys: Sequence[bytes]) -> None:
+        """Frees the features of items that were evicted."""
+        for key in keys:
+            self._features.pop(key, None)
+
     def run(self, wanted: Sequence[EncodeItem]) -> Mapping[int, str]:
         """Encodes parts of items, all of one format together.
 
         Returns:
             What went wrong, for the requests whose item could not be encoded.
         """
-        for key in self._ledger.take_evicted():
-            self._features.pop(key, None)
         failures: dict[int, str] = {}
         batches: dict[PatchFormat, list[_Part]] = {}
         for encode in wanted:

@@ -90,11 +90,16 @@ class _Explain:
 
 
 @dataclass(frozen=True, slots=True)
+class _Abort:
+    failure: BaseException
+
+
+@dataclass(frozen=True, slots=True)
 class _Stop:
     pass
 
 
-_Message = _Submit | _Cancel | _ForgetPrefixes | _Explain | _Stop
+_Message = _Submit | _Cancel | _ForgetPrefixes | _Explain | _Abort | _Stop
 
 
 class Engine:
@@ -155,6 +160,10 @@ class Engine:
         """Asks the engine to end after the step in progress; live requests fail."""
         self._inbox.put(_Stop())
 
+    def abort(self, failure: BaseException) -> None:
+        """Makes the engine fail after the step in progress, as if a step had raised this."""
+        self._inbox.put(_Abort(failure))
+
     def join(self, timeout_s: float | None = None) -> bool:
         """Waits for the thread; False if it is still running."""
         self._thread.join(timeout_s)
@@ -213,6 +222,8 @@ class Engine:
                 return True
             if isinstance(message, _Stop):
                 return False
+            if isinstance(message, _Abort):
+                raise message.failure
             self._handle(message)
 
     def _handle(self, message: _Message) -> None:

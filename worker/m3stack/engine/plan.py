@@ -76,6 +76,7 @@ class StepPlan:
         admissions: sequences that leave the queue with this step.
         preempted: sequences that lost their pages; they go on later, from copies where they can.
         copies: page contents to move before all else, in this order.
+        evicted_media: items whose features are not to be kept any longer.
     """
 
     rows: tuple[Row, ...]
@@ -83,6 +84,7 @@ class StepPlan:
     admissions: tuple[Admission, ...] = ()
     preempted: tuple[int, ...] = ()
     copies: tuple[PageCopy, ...] = ()
+    evicted_media: tuple[bytes, ...] = ()
 
     @property
     def is_empty(self) -> bool:

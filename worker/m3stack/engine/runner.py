@@ -24,6 +24,33 @@ Forward = Callable[[DeviceBatch, LayerCache], Tensor]
 CopyPage = Callable[[PageCopy], None]
 
 
+class Peers(Protocol):
+    """Runners of other ranks, which execute the same plan at the same time."""
+
+    def union(
+        self, copies: tuple[PageCopy, ...], failed: tuple[PageCopy, ...]
+    ) -> tuple[PageCopy, ...]:
+        """The copies of a plan that failed on any rank."""
+        ...
+
+    def agree(self, what: list[int]) -> None:
+        """Raises FatalStepError unless all ranks have the same."""
+        ...
+
+
+class _NoPeers:
+    def union(
+        self, copies: tuple[PageCopy, ...], failed: tuple[PageCopy, ...]
+    ) -> tuple[PageCopy, ...]:
+        return failed
+
+    def agree(self, what: list[int]) -> None:
+        pass
+
+
+NO_PEERS = _NoPeers()
+
+
 class Runner(Protocol):
     """What the engine needs of whoever executes its plans. All calls come from one thread."""
 
@@ -51,8 +78,9 @@ class ModelRunner:
         caches: pages of all layers.
         encoder: media features.
         inputs: builds the batches.
-        sampler: chooses the tokens.
+        sampler: chooses the tokens; None on a rank that leaves that to another.
         copy_page: moves a page between device and host; None where there is no host tier.
+        peers: the runners of other ranks that execute the same plans.
     """
 
     def __init__(
@@ -62,9 +90,11 @@ class ModelRunner:
         *,
         encoder: Encoder,
         inputs: InputBuilder,
-        sampler: Sampler,
+        sampler: Sampler | None,
         copy_page: CopyPage | None = None,
+        peers: Peers = NO_PEERS,
     ) -> None:
+        self._peers = peers
         self._copy_page = copy_page
         self._forward = forward
         self._caches = caches
@@ -74,17 +104,19 @@ class ModelRunner:
         self._media: dict[int, tuple[PlacedMedia, ...]] = {}
 
     def begin(self, handle: int, request: Request, *, stop_ids: frozenset[int]) -> None:
-        self._sampler.begin(
-            handle,
-            request.sampling,
-            prompt_token_ids=request.prompt_token_ids,
-            stop_ids=stop_ids,
-        )
+        if self._sampler is not None:
+            self._sampler.begin(
+                handle,
+                request.sampling,
+                prompt_token_ids=request.prompt_token_ids,
+                stop_ids=stop_ids,
+            )
         self._encoder.begin(handle, request)
         self._media[handle] = place_media(request)
 
     def forget(self, handle: int) -> None:
-        self._sampler.forget(handle)
+        if self._sampler is not None:
+            self._sampler.forget(handle)
         self._encoder.forget(handle)
         self._media.pop(handle, None)
 
@@ -97,9 +129,14 @@ class ModelRunner:
             raise FatalStepError(str(error)) from error
 
     def _execute(self, plan: StepPlan) -> StepResult:
+        self._encoder.drop(plan.evicted_media)
         failed_copies = self._copy(plan.copies)
+        if plan.copies:
+            failed_copies = self._peers.union(plan.copies, failed_copies)
         broken = broken_pages(failed_copies)
         failures = dict(self._encode(plan))
+        if plan.encodes:
+            self._peers.agree(sorted(failures))
         rows = [
             row for row in plan.rows if row.handle not in failures and broken.isdisjoint(row.pages)
         ]
@@ -113,7 +150,7 @@ class ModelRunner:
             SampleRow(row.handle, row.output_index) for row in rows if row.output_index is not None
         ]
         sampled: dict[int, Sampled] = {}
-        if sample_rows:
+        if sample_rows and self._sampler is not None:
             for handle, choice in self._sampler.sample(logits_SV, sample_rows).items():
                 if choice is None:
                     failures[handle] = "the model gave no finite logits"

@@ -161,8 +161,10 @@ class Scheduler:
             copies=self._pages.take_copies(),
         )
         assert not (plan.is_empty and self._by_handle), "invariant: the first can always go on"
-        self._is_executing = not plan.is_empty
-        return plan
+        if plan.is_empty:
+            return plan
+        self._is_executing = True
+        return replace(plan, evicted_media=tuple(self._media.take_evicted()))
 
     def commit(self, plan: StepPlan, result: StepResult) -> list[tuple[int, Event]]:
         """Takes over what a step gave; returns what requests are to be told, in order."""

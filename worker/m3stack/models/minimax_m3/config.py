@@ -7,7 +7,7 @@ Source: config.json of the released repositories; transformers 5.24 `minimax_m3_
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -149,6 +149,24 @@ class M3Config:
         )
         _check_text(text, sparse, config)
         return config
+
+    def per_rank(self, size: int) -> M3Config:
+        """The sizes that each of `size` tensor-parallel ranks computes with.
+
+        Heads, inner widths and vocabulary are divided; with more ranks than KV heads, neighbours
+        share one. Whether they divide is checked where the weights are split (`slices`).
+        """
+        if size == 1:
+            return self
+        return replace(
+            self,
+            vocab_size=self.vocab_size // size,
+            num_heads=self.num_heads // size,
+            num_kv_heads=max(1, self.num_kv_heads // size),
+            expert_size=self.expert_size // size,
+            dense_size=self.dense_size // size,
+            shared_size=self.shared_size // size,
+        )
 
     def facts(self) -> ModelFacts:
         """What the gateway must agree with."""

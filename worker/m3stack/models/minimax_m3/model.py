@@ -12,13 +12,17 @@ from m3stack.models.minimax_m3.attention import SelfAttention, StepRows
 from m3stack.models.minimax_m3.config import M3Config
 from m3stack.models.minimax_m3.moe import FeedForward, MixtureOfExperts
 from m3stack.models.minimax_m3.vision import Projector, VisionTower
+from m3stack.parallel import ALONE, Mesh
 
 
 class DecoderLayer(nn.Module):
     """Attention and feed-forward, each behind a norm and added to the stream."""
 
-    def __init__(self, config: M3Config, layer: int, *, kernels: Kernels, place: Place) -> None:
+    def __init__(
+        self, config: M3Config, layer: int, *, kernels: Kernels, place: Place, mesh: Mesh
+    ) -> None:
         super().__init__()
+        self._mesh = mesh
         self._norm, self._eps = kernels.gemma_norm, config.rms_norm_eps
         self.input_norm = place.parameter(config.hidden_size)
         self.attention = SelfAttention(config, layer, kernels=kernels, place=place)
@@ -30,8 +34,11 @@ class DecoderLayer(nn.Module):
         )
 
     def forward(self, x_TM: Tensor, step: StepRows, pages: LayerPages) -> Tensor:
-        x_TM = x_TM + self.attention(self._norm(x_TM, self.input_norm, self._eps), step, pages)
-        return x_TM + self.feed_forward(self._norm(x_TM, self.middle_norm, self._eps))
+        # every rank's heads and inner channels give a part of the sum
+        mixed_TM = self.attention(self._norm(x_TM, self.input_norm, self._eps), step, pages)
+        x_TM = x_TM + self._mesh.all_reduce(mixed_TM)
+        fed_TM = self.feed_forward(self._norm(x_TM, self.middle_norm, self._eps))
+        return x_TM + self._mesh.all_reduce(fed_TM)
 
 
 class M3Model(nn.Module):
@@ -41,19 +48,24 @@ class M3Model(nn.Module):
         config: of the checkpoint.
         kernels: what every layer computes with.
         place: device and dtype of the parameters; router and patch embedding stay fp32.
+        mesh: the ranks that split the text layers, embedding and head.
     """
 
-    def __init__(self, config: M3Config, *, kernels: Kernels, place: Place) -> None:
+    def __init__(
+        self, config: M3Config, *, kernels: Kernels, place: Place, mesh: Mesh = ALONE
+    ) -> None:
         super().__init__()
         self.config = config
         self._kernels = kernels
-        self.embedding = place.parameter(config.vocab_size, config.hidden_size)
+        self._mesh = mesh
+        own = config.per_rank(mesh.size)
+        self.embedding = place.parameter(own.vocab_size, config.hidden_size)
         self.layers = nn.ModuleList(
-            DecoderLayer(config, layer, kernels=kernels, place=place)
+            DecoderLayer(own, layer, kernels=kernels, place=place, mesh=mesh)
             for layer in range(config.num_layers)
         )
         self.norm = place.parameter(config.hidden_size)
-        self.head = Linear(place, config.hidden_size, config.vocab_size)
+        self.head = Linear(place, config.hidden_size, own.vocab_size)
         self.vision = VisionTower(config.vision, kernels=kernels, place=place)
         self.projector = Projector(config.vision, config.hidden_size, place=place)
         self._frequencies = config.rope.frequencies(config.rotary_dim, place.device)
@@ -68,7 +80,7 @@ class M3Model(nn.Module):
         Returns:
             fp32 logits [len(sample_rows_S), vocab].
         """
-        x_TM = functional.embedding(batch.token_ids_T, self.embedding)
+        x_TM = self._embed(batch.token_ids_T)
         for media in batch.media:
             x_TM = x_TM.index_copy(0, media.rows_N, media.features_NM.to(x_TM.dtype))
         # positions are exact in fp32 up to 2^24
@@ -78,9 +90,18 @@ class M3Model(nn.Module):
         for layer, pages in zip(self.layers, caches, strict=True):
             x_TM = layer(x_TM, step, pages)
         x_SM = x_TM.index_select(0, batch.sample_rows_S)
-        return self.head(
-            self._kernels.gemma_norm(x_SM, self.norm, self.config.rms_norm_eps)
-        ).float()
+        x_SM = self._kernels.gemma_norm(x_SM, self.norm, self.config.rms_norm_eps)
+        return self._mesh.all_gather_columns(self.head(x_SM)).float()
+
+    def _embed(self, token_ids_T: Tensor) -> Tensor:
+        """[T, M]; each rank has the rows of its own share of the vocabulary."""
+        if self._mesh.size == 1:
+            return functional.embedding(token_ids_T, self.embedding)
+        num_rows = self.embedding.shape[0]
+        rows_T = token_ids_T - self._mesh.rank * num_rows
+        is_own_T = (rows_T >= 0) & (rows_T < num_rows)
+        x_TM = functional.embedding(rows_T.clamp(0, num_rows - 1), self.embedding)
+        return self._mesh.all_reduce(x_TM.masked_fill(~is_own_T[:, None], 0))
 
     def encode_media(self, batch: PatchBatch) -> list[Tensor]:
         """Vision features of every item of a batch.

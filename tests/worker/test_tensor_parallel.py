@@ -1,0 +1,135 @@
+"""A worker whose model is split over processes: same tokens, and no rank outlives another."""
+
+from __future__ import annotations
+
+import logging
+import multiprocessing
+import os
+import signal
+import subprocess
+import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+import psutil
+import pytest
+
+from m3stack.errors import ErrorKind, StartupError, WorkerError
+from m3stack.serve import EXIT_DRAINED, EXIT_FAILED, run_worker
+from m3stack.types import Request, Started, WorkerState
+from tests.parity import golden
+from tests.worker.served import Served, config, serve_around
+from tests.worker.test_serve import image_request, metric, text_request, video_request
+
+# a dead rank must end the worker within that time
+DEATH_S = 10
+
+
+def requests_of_all_sorts() -> list[Request]:
+    return [
+        text_request(40, max_tokens=6),
+        text_request(300, max_tokens=4, temperature=1.0, top_p=0.95, seed=5),
+        image_request(max_tokens=4),
+        video_request(max_tokens=4, temperature=0.8, seed=4),
+    ]
+
+
+def tokens_with(ranks: int, **flags: object) -> list[list[int]]:
+    """What each request gives, all at once, from a worker of so many ranks."""
+    results: list[list[int]] = []
+
+    def scenario(served: Served) -> None:
+        served.wait_until(WorkerState.READY)
+        with ThreadPoolExecutor(4) as pool:
+            results.extend(pool.map(served.tokens, requests_of_all_sorts()))
+
+    assert serve_around(config(tensor_parallel=ranks, **flags), scenario) == EXIT_DRAINED
+    return results
+
+
+# with four ranks, each has one of four KV heads
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_split_models_give_the_tokens_of_the_whole_one(ranks: int) -> None:
+    flags = {"max_batch_tokens": 200, "max_encode_patches": 50}
+    assert tokens_with(ranks, **flags) == tokens_with(1, **flags)
+
+
+def test_ranks_preempt_offload_and_restore_together() -> None:
+    def scenario(served: Served) -> None:
+        served.wait_until(WorkerState.READY)
+        older, newer = text_request(200, max_tokens=70), text_request(250, max_tokens=20)
+        alone = [served.tokens(request) for request in (older, newer)]
+        first = served.client.generate(older)
+        assert isinstance(next(first), Started)
+        with ThreadPoolExecutor(1) as pool:
+            second = pool.submit(served.tokens, newer)
+            together = [token for event in first for token in getattr(event, "token_ids", ())]
+            assert [together, second.result(60)] == alone
+        assert metric(served, "m3stack_worker_offloaded_bytes_total") > 0
+
+    settings = config(
+        tensor_parallel=2, num_pages=4, host_cache_bytes=1 << 24, metrics_listen="127.0.0.1:0"
+    )
+    assert serve_around(settings, scenario) == EXIT_DRAINED
+
+
+@pytest.mark.parametrize("is_busy", [True, False])
+def test_a_dead_rank_ends_the_worker_with_its_name(
+    is_busy: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    killed_at = 0.0
+    logging.getLogger("m3stack.group").addHandler(caplog.handler)
+
+    def scenario(served: Served) -> None:
+        nonlocal killed_at
+        served.wait_until(WorkerState.READY)
+        running = served.client.generate(text_request(20, max_tokens=8000))
+        if is_busy:
+            assert isinstance(next(running), Started)
+        else:
+            running.close()
+        (follower,) = multiprocessing.active_children()
+        assert follower.pid is not None
+        killed_at = time.monotonic()
+        os.kill(follower.pid, signal.SIGKILL)
+        if is_busy:
+            with pytest.raises(WorkerError) as failed:
+                list(running)
+            assert failed.value.kind is ErrorKind.INTERNAL
+        # the worker ends by itself: the report does, too
+        for _ in served.client.watch():
+            pass
+
+    assert serve_around(config(tensor_parallel=2), scenario) == EXIT_FAILED
+    assert time.monotonic() - killed_at < DEATH_S
+    logging.getLogger("m3stack.group").removeHandler(caplog.handler)
+    assert "rank 1 ended with exit code -9" in caplog.text
+    assert not multiprocessing.active_children()
+
+
+def test_followers_end_when_the_leader_is_gone() -> None:
+    command = [sys.executable, "-m", "m3stack", "worker", "--listen", "127.0.0.1:0"]
+    command += ["--model-path", str(golden.DIRECTORY), "--device", "cpu"]
+    command += ["--tensor-parallel", "2", "--num-pages", "8"]
+    leader = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
+    try:
+        assert leader.stderr is not None
+        for line in leader.stderr:
+            if "rank_ready rank=1" in line:
+                break
+        followers = psutil.Process(leader.pid).children(recursive=True)
+        assert followers
+        leader.kill()
+        gone, alive = psutil.wait_procs(followers, timeout=DEATH_S)
+        assert len(gone) == len(followers), alive
+    finally:
+        leader.kill()
+        leader.wait()
+        leader.stderr.close()
+
+
+def test_a_model_that_cannot_be_split_so_is_refused() -> None:
+    # eight heads, four KV heads
+    with pytest.raises(StartupError, match=r"cannot be (split|shared)"):
+        run_worker(config(tensor_parallel=3))
+    assert not multiprocessing.active_children()

@@ -1,0 +1,45 @@
+"""Which device a worker computes on, and in what dtype."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from m3stack.config import WorkerConfig
+from m3stack.errors import StartupError
+
+
+@dataclass(frozen=True, slots=True)
+class Hardware:
+    """Where the model runs, and in what."""
+
+    device: torch.device
+    dtype: torch.dtype
+
+
+def choose_hardware(config: WorkerConfig) -> Hardware:
+    """Device and dtype the configuration asks for.
+
+    Raises:
+        StartupError: the machine does not have it.
+    """
+    name = config.device
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    device = torch.device(name)
+    if device.type == "cuda":
+        if not torch.cuda.is_available():
+            raise StartupError(f"device is {config.device}, but torch sees no CUDA GPU here")
+        if (device.index or 0) >= torch.cuda.device_count():
+            raise StartupError(
+                f"device is {config.device}, but there are only {torch.cuda.device_count()} GPUs"
+            )
+    if config.tensor_parallel != 1 and device.type == "cuda":
+        raise StartupError(
+            f"tensor_parallel is {config.tensor_parallel}, but this version runs on one GPU; "
+            "set it to 1"
+        )
+    by_device = torch.float32 if device.type == "cpu" else torch.bfloat16
+    dtypes = {"auto": by_device, "float32": torch.float32, "bfloat16": torch.bfloat16}
+    return Hardware(device, dtypes[config.dtype])

@@ -1,0 +1,65 @@
+"""Ranks that split every layer, and what they do together; knows no model and no schedule."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+
+class Mesh(Protocol):
+    """One rank's view. Every rank makes the same calls in the same order."""
+
+    @property
+    def rank(self) -> int: ...
+
+    @property
+    def size(self) -> int: ...
+
+    def all_reduce(self, x: Tensor) -> Tensor:
+        """The sum over all ranks; `x` may be overwritten."""
+        ...
+
+    def all_gather_columns(self, x: Tensor) -> Tensor:
+        """The ranks' [..., n] side by side: [..., size * n]."""
+        ...
+
+
+class Alone:
+    """The mesh of a single rank."""
+
+    rank = 0
+    size = 1
+
+    def all_reduce(self, x: Tensor) -> Tensor:
+        return x
+
+    def all_gather_columns(self, x: Tensor) -> Tensor:
+        return x
+
+
+ALONE = Alone()
+
+
+class ProcessMesh:
+    """Ranks in processes of their own, one each, over a torch.distributed group.
+
+    Args:
+        group: of all ranks; its back end must fit where the tensors are.
+    """
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self._group = group
+        self.rank = dist.get_rank(group)
+        self.size = dist.get_world_size(group)
+
+    def all_reduce(self, x: Tensor) -> Tensor:
+        dist.all_reduce(x, group=self._group)
+        return x
+
+    def all_gather_columns(self, x: Tensor) -> Tensor:
+        parts = [torch.empty_like(x) for _ in range(self.size)]
+        dist.all_gather(parts, x.contiguous(), group=self._group)
+        return torch.cat(parts, dim=-1)
