@@ -146,4 +146,5 @@ def _names(pattern: str, module: str) -> bool:
     """Whether a name or pattern stands for a module, one of its parents, or a tail of either."""
     if "*" in pattern:
         return fnmatchcase(f".{module}.", f"*.{pattern}.*")
-    return f".{pattern}." in f".{module}."
+    # the cheap test first: there are 62 names for 22,422 modules
+    return pattern in module and f".{pattern}." in f".{module}."
