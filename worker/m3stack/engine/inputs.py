@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -11,6 +12,31 @@ from m3stack.batch import DeviceBatch, MediaRows
 from m3stack.engine.plan import Row
 from m3stack.engine.sequence import PlacedMedia
 from m3stack.kernels.interface import PagedRows
+
+
+class _PageRow:
+    """The pages of one sequence as an array, which grows with the list it is made from.
+
+    A long context has thousands of pages, and a step adds one at most: converting all of them anew
+    would take longer than everything else the host does.
+    """
+
+    def __init__(self, source: Sequence[int]) -> None:
+        self.source = source
+        self._count = 0
+        self._pages = np.empty(0, dtype=np.int32)
+
+    def first(self, count: int) -> np.ndarray:
+        """The first `count` pages, int32."""
+        if self._count < count:
+            grown = len(self.source)
+            if grown > len(self._pages):
+                larger = np.empty(max(grown, 2 * len(self._pages)), dtype=np.int32)
+                larger[: self._count] = self._pages[: self._count]
+                self._pages = larger
+            self._pages[self._count : grown] = self.source[self._count : grown]
+            self._count = grown
+        return self._pages[:count]
 
 
 class InputBuilder:
@@ -24,6 +50,11 @@ class InputBuilder:
     def __init__(self, page_tokens: int, device: torch.device) -> None:
         self._page_tokens = page_tokens
         self._device = device
+        self._tables: dict[int, _PageRow] = {}
+
+    def forget(self, handle: int) -> None:
+        """Drops what is kept of a sequence."""
+        self._tables.pop(handle, None)
 
     def build(self, rows: Sequence[Row], media: tuple[MediaRows, ...]) -> DeviceBatch:
         """The batch of a step.
@@ -71,12 +102,13 @@ class InputBuilder:
     def _page_table(self, rows: Sequence[Row]) -> Tensor:
         """int32 [S, J]; entries past a row's pages repeat page 0 and are not to be used."""
         counts = [-(-row.end // self._page_tokens) for row in rows]
-        width = max(counts)
-        table = [
-            [*row.pages[:count], *([0] * (width - count))]
-            for row, count in zip(rows, counts, strict=True)
-        ]
-        return torch.tensor(table, dtype=torch.int32)
+        table_SJ = np.zeros((len(rows), max(counts)), dtype=np.int32)
+        for index, (row, count) in enumerate(zip(rows, counts, strict=True)):
+            known = self._tables.get(row.handle)
+            if known is None or known.source is not row.pages:
+                known = self._tables[row.handle] = _PageRow(row.pages)
+            table_SJ[index, :count] = known.first(count)
+        return torch.from_numpy(table_SJ)
 
     def _send(self, tensor: Tensor) -> Tensor:
         if self._device.type == "cpu":

@@ -17,7 +17,8 @@ class Row:
         handle: the sequence.
         start: position of the first token; everything before it is in the cache.
         token_ids: the tokens, at least one.
-        pages: page numbers of the sequence, enough to hold the last token. Valid until commit.
+        pages: page numbers of the sequence, enough to hold the last token. Valid until commit. The
+            same object as in the sequence's last plan only if it was appended to at most.
         output_index: number of the output token that the last row's logits choose, or None if
             the prompt goes on and nothing is sampled.
     """

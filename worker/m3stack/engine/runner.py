@@ -118,6 +118,7 @@ class ModelRunner:
         if self._sampler is not None:
             self._sampler.forget(handle)
         self._encoder.forget(handle)
+        self._inputs.forget(handle)
         self._media.pop(handle, None)
 
     @torch.inference_mode()
