@@ -54,6 +54,15 @@ def test_the_doctor_says_what_is_wrong_with_a_checkpoint(tmp_path: Path) -> None
     assert "checkpoint" in done.stdout
 
 
+def test_the_doctor_plans_memory_before_anyone_buys_a_machine() -> None:
+    fits = m3stack("doctor", "--plan", "8", "139", "mxfp8", "131072", "8")
+    assert fits.returncode == 0
+    assert "MiniMax-M3 on 8 GPUs" in fits.stdout
+    wrong = m3stack("doctor", "--plan", "8", "139", "int3", "131072", "8")
+    assert wrong.returncode == 1
+    assert "int3" in wrong.stderr
+
+
 def test_one_message_with_a_picture_and_a_clip_is_answered(gateway: Server, tmp_path: Path) -> None:
     picture(tmp_path, size="112x112", name="card.jpg")
     clip(tmp_path, size="112x112", seconds=2, name="card.mp4")

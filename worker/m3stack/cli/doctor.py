@@ -18,6 +18,7 @@ from rich.console import Console
 from m3stack import __version__
 from m3stack.checkpoints import builtin_checkpoint
 from m3stack.cli.up import port_is_free
+from m3stack.errors import StartupError
 
 MIN_FFMPEG = 5
 # what common clips need, and the decoders of FFmpeg that read it
@@ -67,7 +68,20 @@ def main(argv: Sequence[str]) -> int:
         "--model", type=Path, default=None, metavar="DIR", help="checkpoint to look at"
     )
     parser.add_argument("--port", type=int, default=8000, help="port `m3stack up` shall use")
+    parser.add_argument(
+        "--plan",
+        nargs=5,
+        default=None,
+        metavar=("GPUS", "GIB", "FORMAT", "CONTEXT", "REQUESTS"),
+        help="only plan the memory of M3 on GPUS GPUs of GIB each, weights in FORMAT (bf16, mxfp8, "
+        "nvfp4), REQUESTS at once of CONTEXT tokens; e.g. --plan 8 139 mxfp8 131072 32",
+    )
+    parser.add_argument(
+        "--kv", default="bf16", choices=("bf16", "fp8", "fp8-all"), help="cache format for --plan"
+    )
     arguments = parser.parse_args(argv)
+    if arguments.plan is not None:
+        return plan(arguments.plan, arguments.kv)
     model = arguments.model if arguments.model is not None else builtin_checkpoint("tiny")
     checks: list[Callable[[], Iterator[Finding]]] = [
         machine,
@@ -90,6 +104,28 @@ def main(argv: Sequence[str]) -> int:
         markup=False,
     )
     return 0 if is_fit else 1
+
+
+def plan(numbers: Sequence[str], kv_format: str) -> int:
+    """Prints what of M3 fits where; 0 planned, 1 a number cannot be used."""
+    # these need torch, and a doctor must work without it
+    from m3stack import memory_plan
+
+    gpus, gib, weight_format, context_tokens, concurrency = numbers
+    try:
+        planned = memory_plan.plan_memory(
+            gpus=int(gpus),
+            gpu_bytes=int(float(gib) * 2**30),
+            weight_format=weight_format,
+            context_tokens=int(context_tokens),
+            concurrency=int(concurrency),
+            kv_format=kv_format,
+        )
+    except (ValueError, StartupError) as error:
+        print(f"m3stack doctor --plan: {error}", file=sys.stderr)
+        return 1
+    print(memory_plan.table(planned))
+    return 0
 
 
 def show(console: Console, finding: Finding) -> None:
@@ -194,7 +230,6 @@ def kernels(model: Path) -> Iterator[Finding]:
         import torch
 
         from m3stack.assemble import kernel_shape
-        from m3stack.errors import StartupError
         from m3stack.kernels.build import KernelUnavailableError
         from m3stack.kernels.select import NAMES, build_kernels
         from m3stack.models.minimax_m3.config import M3Config
@@ -221,9 +256,11 @@ def kernels(model: Path) -> Iterator[Finding]:
 
 def checkpoint(path: Path) -> Iterator[Finding]:
     """Whether both sides can read the checkpoint, and agree about it."""
-    from m3stack.errors import StartupError
-    from m3stack.models.minimax_m3.config import M3Config
-
+    try:
+        from m3stack.models.minimax_m3.config import M3Config
+    except ImportError:
+        # told by the check of torch
+        return
     try:
         config = M3Config.from_dir(path)
     except StartupError as error:
