@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -12,6 +13,9 @@ from m3stack.engine.plan import Row, StepPlan
 from m3stack.engine.sequence import Sequence
 from m3stack.telemetry import WorkerMetrics
 from m3stack.types import Event, Failed, Finished, Started, Tokens
+
+
+_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,8 +169,20 @@ class Observer:
         """A request has ended; `outcome` is one of `telemetry.OUTCOMES`."""
         self._metrics.request_ended(outcome)
         watched = self._watched.pop(handle)
-        watched.account.close(now, self._totals)
+        account = watched.account
+        account.close(now, self._totals)
         self._book.end(handle, outcome)
+        _log.debug(
+            "request_ended request_id=%s outcome=%s seconds=%.3f prompt=%d cached=%d output=%d "
+            "preemptions=%d",
+            account.request_id,
+            outcome,
+            account.since_begin(now),
+            account.prompt_tokens,
+            account.cached_tokens,
+            account.output_tokens,
+            account.preemptions,
+        )
 
     def explain(self, request_id: str) -> Account | None:
         """A copy of the account of the latest request of that id, as of now."""
