@@ -196,7 +196,8 @@ impl Ffmpeg {
         (flow, cost): (&Flow, u64),
     ) -> Result<Confined, GatewayError> {
         let place = self.places.enter(flow, 1, cost).await;
-        let launch = Launch { program, arguments, input, cpu_time: self.limits.timeout * CPU_PER_WALL };
+        let launch =
+            Launch { program, arguments, input, cpu_time: self.limits.timeout * CPU_PER_WALL };
         Confined::start(&launch, place, &self.metrics).map_err(|error| {
             if error.kind() == std::io::ErrorKind::NotFound {
                 unavailable(&format!("{} is gone", program.display()))
@@ -208,7 +209,8 @@ impl Ffmpeg {
 
     /// Whether this FFmpeg knows `-fps_mode` (5.1 and later; `-vsync` left with 8).
     async fn read_version(&self, ffmpeg: &Path, flow: &Flow) -> Result<bool, GatewayError> {
-        let mut child = self.start(ffmpeg, &strings(&["-version"]), None, (flow, START_PIXELS)).await?;
+        let mut child =
+            self.start(ffmpeg, &strings(&["-version"]), None, (flow, START_PIXELS)).await?;
         let output = self.collect(&mut child).await?;
         Ok(knows_fps_mode(&String::from_utf8_lossy(&output)))
     }
