@@ -9,7 +9,7 @@ use tokio::process::ChildStdout;
 
 use super::confine::{Confined, MemoryFile};
 use super::segments::{self, Segment};
-use super::select::{self, Variable};
+use super::select;
 use super::{ClipProbe, FORMATS, Ffmpeg, START_PIXELS, rejected, strings, too_slow};
 use crate::error::GatewayError;
 use crate::media::fair::Flow;
@@ -161,8 +161,12 @@ impl Job<'_> {
     fn filter(&self, segment: &Segment) -> String {
         let frames = &self.frames[segment.picks.clone()];
         let chosen = match self.probe.seek.as_ref().filter(|_| segment.is_seek) {
-            Some(table) => select::expression(frames, &Variable::Stamp(&table.stamps)),
-            None => select::expression(frames, &Variable::Number),
+            Some(table) => {
+                let stamps: Vec<i64> =
+                    frames.iter().map(|frame| table.stamps[*frame as usize]).collect();
+                select::by_stamp(&stamps)
+            }
+            None => select::by_number(frames),
         };
         let (width, height) = (self.probe.coded.width, self.probe.coded.height);
         let turn = self.probe.turn;

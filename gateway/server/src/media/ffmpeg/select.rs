@@ -3,59 +3,58 @@
 /// Numbers compared one by one at a leaf of the tree.
 const LEAF_FRAMES: usize = 8;
 
-/// What the filter compares.
-pub(super) enum Variable<'a> {
-    /// The number of the frame, counted by the filter.
-    Number,
-    /// The time stamp of the frame: `[0]` is that of frame 0.
-    Stamp(&'a [i64]),
-}
-
-impl Variable<'_> {
-    fn name(&self) -> &'static str {
-        match self {
-            Self::Number => "n",
-            Self::Stamp(_) => "pts",
-        }
-    }
-
-    fn of(&self, frame: u64) -> i64 {
-        match self {
-            Self::Number => frame as i64,
-            Self::Stamp(stamps) => stamps[frame as usize],
-        }
-    }
-}
-
-/// An expression that is true for exactly these frame numbers (ascending, not empty).
+/// An expression that is true for exactly these frame numbers (ascending, not empty), counted by
+/// the filter from the beginning.
 ///
 /// A plain sum of comparisons is refused by FFmpeg past some hundred terms and costs every term
 /// for every frame; a balanced tree has neither trouble.
-pub(super) fn expression(frames: &[u64], variable: &Variable<'_>) -> String {
+pub(super) fn by_number(frames: &[u64]) -> String {
     let mut text = String::new();
-    write_tree(frames, variable, &mut text);
+    write_numbers(frames, &mut text);
     text
 }
 
-fn write_tree(frames: &[u64], variable: &Variable<'_>, text: &mut String) {
+fn write_numbers(frames: &[u64], text: &mut String) {
     let (Some(first), Some(last)) = (frames.first(), frames.last()) else {
         text.push('0');
         return;
     };
-    let name = variable.name();
     if last - first + 1 == frames.len() as u64 {
-        let (first, last) = (variable.of(*first), variable.of(*last));
-        text.push_str(&format!("between({name},{first},{last})"));
+        text.push_str(&format!("between(n,{first},{last})"));
     } else if frames.len() <= LEAF_FRAMES {
-        let term = |frame: &u64| format!("eq({name},{})", variable.of(*frame));
-        let terms: Vec<_> = frames.iter().map(term).collect();
+        let terms: Vec<_> = frames.iter().map(|frame| format!("eq(n,{frame})")).collect();
         text.push_str(&terms.join("+"));
     } else {
         let (left, right) = frames.split_at(frames.len() / 2);
-        text.push_str(&format!("if(lt({name},{}),", variable.of(right[0])));
-        write_tree(left, variable, text);
+        text.push_str(&format!("if(lt(n,{}),", right[0]));
+        write_numbers(left, text);
         text.push(',');
-        write_tree(right, variable, text);
+        write_numbers(right, text);
+        text.push(')');
+    }
+}
+
+/// An expression that is true for exactly the frames with these time stamps (ascending, not empty),
+/// each only if all before it were there: a missing one leaves an end too early, which is seen,
+/// and never another frame in its place, which is not.
+pub(super) fn by_stamp(stamps: &[i64]) -> String {
+    let mut text = String::new();
+    write_stamps(stamps, 0, &mut text);
+    text
+}
+
+fn write_stamps(stamps: &[i64], first: usize, text: &mut String) {
+    if stamps.len() <= LEAF_FRAMES {
+        let term = |(index, stamp)| format!("eq(pts,{stamp})*eq(selected_n,{index})");
+        let terms: Vec<_> = (first..).zip(stamps).map(term).collect();
+        text.push_str(&terms.join("+"));
+    } else {
+        let middle = stamps.len() / 2;
+        let (left, right) = stamps.split_at(middle);
+        text.push_str(&format!("if(lt(pts,{}),", right[0]));
+        write_stamps(left, first, text);
+        text.push(',');
+        write_stamps(right, first + middle, text);
         text.push(')');
     }
 }
@@ -102,7 +101,7 @@ mod tests {
         let regular: Vec<u64> = (0..768).map(|index| index * 30).collect();
         let mixed: Vec<u64> = (0..400).map(|index| index * index / 7 + index).collect();
         for frames in [vec![0], vec![5], (3..90).collect(), vec![0, 2, 4, 29], regular, mixed] {
-            let text = expression(&frames, &Variable::Number);
+            let text = by_number(&frames);
             for n in 0..=frames[frames.len() - 1] + 2 {
                 assert_eq!(holds(&text, n), frames.contains(&n), "{n} in {text}");
             }
@@ -110,13 +109,18 @@ mod tests {
     }
 
     #[test]
-    fn stamps_stand_in_for_numbers() {
+    fn each_stamp_has_its_place_in_line_on_every_branch() {
+        assert_eq!(
+            by_stamp(&[-512, 0]),
+            "eq(pts,-512)*eq(selected_n,0)+eq(pts,0)*eq(selected_n,1)"
+        );
         let stamps: Vec<i64> = (0..100).map(|frame| frame * 512 - 1024).collect();
-        let frames: Vec<u64> = (0..100).filter(|frame| frame % 3 != 1).collect();
-        let by_stamp = expression(&frames, &Variable::Stamp(&stamps));
-        assert!(by_stamp.contains("eq(pts,-1024)") && !by_stamp.contains("(n,"), "{by_stamp}");
-        let run = expression(&[4, 5, 6], &Variable::Stamp(&stamps));
-        assert_eq!(run, "between(pts,1024,2048)");
+        let text = by_stamp(&stamps);
+        for (index, stamp) in stamps.iter().enumerate() {
+            let term = format!("eq(pts,{stamp})*eq(selected_n,{index})");
+            assert_eq!(text.matches(&term).count(), 1, "{term}");
+        }
+        assert!(text.starts_with("if(lt(pts,24576),if("), "{text}");
     }
 
     #[test]
@@ -124,7 +128,7 @@ mod tests {
         let frames: Vec<u64> = (0..768).map(|index| index * 30).collect();
         let mut depth = 0_usize;
         let mut deepest = 0;
-        for letter in expression(&frames, &Variable::Number).chars() {
+        for letter in by_number(&frames).chars() {
             match letter {
                 '(' => depth += 1,
                 ')' => depth -= 1,
