@@ -14,7 +14,6 @@ from m3stack.engine.sequence import Sequence
 from m3stack.telemetry import WorkerMetrics
 from m3stack.types import Event, Failed, Finished, Started, Tokens
 
-
 _log = logging.getLogger(__name__)
 
 
