@@ -108,7 +108,6 @@ def wait_until_ready(server: subprocess.Popen[bytes], url: str) -> None:
 
 def converse(url: str, folder: Path) -> None:
     """The three questions."""
-    client = openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0)
     picture, clip = folder / "card.jpg", folder / "card.mp4"
     make_picture(picture)
     make_clip(clip)
@@ -119,14 +118,15 @@ def converse(url: str, folder: Path) -> None:
         ("picture", [image_part, {"type": "text", "text": "What is on this card?"}]),
         ("clip", [video_part, {"type": "text", "text": "What moves in this clip?"}]),
     ]
-    for name, content in questions:
-        print(f"\n--- {name} ---")
-        answer = ask(client, content)
-        print(
-            f"[{answer.prompt_tokens} prompt + {answer.completion_tokens} completion tokens, "
-            f"first token after {1000 * answer.first_token_s:.0f} ms, "
-            f"{answer.tokens_per_second():.0f} tokens/s]"
-        )
+    with openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as client:
+        for name, content in questions:
+            print(f"\n--- {name} ---")
+            answer = ask(client, content)
+            print(
+                f"[{answer.prompt_tokens} prompt + {answer.completion_tokens} completion tokens, "
+                f"first token after {1000 * answer.first_token_s:.0f} ms, "
+                f"{answer.tokens_per_second():.0f} tokens/s]"
+            )
 
 
 def main() -> int:

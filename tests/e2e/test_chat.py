@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -14,8 +15,10 @@ from tests.e2e.media import clip, image_part, picture, text_part, video_part
 
 
 @pytest.fixture
-def client(gateway: Server) -> openai.OpenAI:
-    return openai.OpenAI(base_url=f"{gateway.url}/v1", api_key="none", max_retries=0, timeout=60)
+def client(gateway: Server) -> Iterator[openai.OpenAI]:
+    url = f"{gateway.url}/v1"
+    with openai.OpenAI(base_url=url, api_key="none", max_retries=0, timeout=60) as client:
+        yield client
 
 
 def complete(client: openai.OpenAI, content: object, **options: object) -> object:

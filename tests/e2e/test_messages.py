@@ -35,8 +35,9 @@ def client_of(gateway: Server) -> anthropic.Anthropic:
 
 
 @pytest.fixture
-def client(gateway: Server) -> anthropic.Anthropic:
-    return client_of(gateway)
+def client(gateway: Server) -> Iterator[anthropic.Anthropic]:
+    with client_of(gateway) as client:
+        yield client
 
 
 @pytest.fixture
@@ -48,7 +49,8 @@ def agent(worker: Server, gateway: Server, stack: Stack) -> Iterator[anthropic.A
         address = f"127.0.0.1:{free_port()}"
         server = stack.start("gateway", address, "", "--workers", url)
         wait_for(server, "/ready")
-        yield client_of(server)
+        with client_of(server) as client:
+            yield client
         server.stop()
 
 

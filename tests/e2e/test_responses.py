@@ -33,8 +33,9 @@ def client_of(gateway: Server) -> openai.OpenAI:
 
 
 @pytest.fixture
-def client(gateway: Server) -> openai.OpenAI:
-    return client_of(gateway)
+def client(gateway: Server) -> Iterator[openai.OpenAI]:
+    with client_of(gateway) as client:
+        yield client
 
 
 @pytest.fixture
@@ -46,7 +47,8 @@ def agent(worker: Server, gateway: Server, stack: Stack) -> Iterator[openai.Open
         address = f"127.0.0.1:{free_port()}"
         server = stack.start("gateway", address, "", "--workers", url)
         wait_for(server, "/ready")
-        yield client_of(server)
+        with client_of(server) as client:
+            yield client
         server.stop()
 
 
