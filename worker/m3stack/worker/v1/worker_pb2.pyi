@@ -73,7 +73,7 @@ class GenerateRequest(_message.Message):
     def __init__(self, header: _Optional[_Union[GenerateHeader, _Mapping]] = ..., chunk: _Optional[_Union[MediaChunk, _Mapping]] = ...) -> None: ...
 
 class GenerateHeader(_message.Message):
-    __slots__ = ("request_id", "fingerprint", "prompt_token_ids", "sampling", "patch_format", "media", "priority", "tenant", "cache_salt")
+    __slots__ = ("request_id", "fingerprint", "prompt_token_ids", "sampling", "patch_format", "media", "priority", "tenant", "cache_salt", "constraint")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     FINGERPRINT_FIELD_NUMBER: _ClassVar[int]
     PROMPT_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
@@ -83,6 +83,7 @@ class GenerateHeader(_message.Message):
     PRIORITY_FIELD_NUMBER: _ClassVar[int]
     TENANT_FIELD_NUMBER: _ClassVar[int]
     CACHE_SALT_FIELD_NUMBER: _ClassVar[int]
+    CONSTRAINT_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     fingerprint: bytes
     prompt_token_ids: _containers.RepeatedScalarFieldContainer[int]
@@ -92,7 +93,22 @@ class GenerateHeader(_message.Message):
     priority: int
     tenant: str
     cache_salt: str
-    def __init__(self, request_id: _Optional[str] = ..., fingerprint: _Optional[bytes] = ..., prompt_token_ids: _Optional[_Iterable[int]] = ..., sampling: _Optional[_Union[Sampling, _Mapping]] = ..., patch_format: _Optional[_Union[PatchFormat, _Mapping]] = ..., media: _Optional[_Iterable[_Union[MediaItem, _Mapping]]] = ..., priority: _Optional[int] = ..., tenant: _Optional[str] = ..., cache_salt: _Optional[str] = ...) -> None: ...
+    constraint: Constraint
+    def __init__(self, request_id: _Optional[str] = ..., fingerprint: _Optional[bytes] = ..., prompt_token_ids: _Optional[_Iterable[int]] = ..., sampling: _Optional[_Union[Sampling, _Mapping]] = ..., patch_format: _Optional[_Union[PatchFormat, _Mapping]] = ..., media: _Optional[_Iterable[_Union[MediaItem, _Mapping]]] = ..., priority: _Optional[int] = ..., tenant: _Optional[str] = ..., cache_salt: _Optional[str] = ..., constraint: _Optional[_Union[Constraint, _Mapping]] = ...) -> None: ...
+
+class Constraint(_message.Message):
+    __slots__ = ("json_schema", "regex", "lark", "after_token_id", "param")
+    JSON_SCHEMA_FIELD_NUMBER: _ClassVar[int]
+    REGEX_FIELD_NUMBER: _ClassVar[int]
+    LARK_FIELD_NUMBER: _ClassVar[int]
+    AFTER_TOKEN_ID_FIELD_NUMBER: _ClassVar[int]
+    PARAM_FIELD_NUMBER: _ClassVar[int]
+    json_schema: str
+    regex: str
+    lark: str
+    after_token_id: int
+    param: str
+    def __init__(self, json_schema: _Optional[str] = ..., regex: _Optional[str] = ..., lark: _Optional[str] = ..., after_token_id: _Optional[int] = ..., param: _Optional[str] = ...) -> None: ...
 
 class Sampling(_message.Message):
     __slots__ = ("temperature", "top_p", "top_k", "min_p", "seed", "max_tokens", "min_tokens", "ignore_eos", "repetition_penalty", "presence_penalty", "frequency_penalty", "top_logprobs", "logprobs", "stop_token_ids", "logit_bias", "allowed_token_ids", "banned_token_ids")
