@@ -75,6 +75,32 @@ def test_prologue_writes_what_the_reference_writes(dtype, heads, groups, has_ind
     assert int((~untouched).sum()) == 4
 
 
+def test_prologue_keeps_index_keys_that_have_slots_of_their_own_apart():
+    torch.manual_seed(8)
+    q, k, v, index_q = torch.randn(4, 3, 8, DIM, device=DEVICE).to(torch.bfloat16)
+    # one group of keys here, index queries of all eight, as ranks that share out index keys have
+    k, v, index_k = k[:, :1], v[:, :1], k[:, 5]
+    angle = torch.rand(3, ROTATED // 2, device=DEVICE) * 6.3
+    slots = torch.tensor([130, 5, -1], device=DEVICE)
+    index_slots = torch.tensor([2, -1, 3], device=DEVICE)
+
+    def run(prologue):
+        pool = torch.full((2, 1, PAGE, DIM), 7.0, dtype=torch.bfloat16, device=DEVICE)
+        pages = LayerPages(pool, pool.clone(), pool[:1, 0].clone())
+        inputs = (q, k, v, index_q, index_k, norm_weights(9, True), angle.cos(), angle.sin())
+        return pages, *prologue(*inputs, slots, pages, index_slots)
+
+    expected_pages, expected_q, expected_index_q = run(reference.attention_prologue)
+    pages, actual_q, actual_index_q = run(with_triton.attention_prologue)
+    close(actual_q, expected_q)
+    assert actual_index_q.shape == (3, 8, DIM)
+    close(actual_index_q, expected_index_q)
+    close(pages.k_PGBD, expected_pages.k_PGBD)
+    close(pages.index_k_PBD, expected_pages.index_k_PBD)
+    written = (pages.index_k_PBD != 7.0).any(-1)[0].nonzero()[:, 0]
+    assert written.tolist() == [2, 3]
+
+
 def test_prologue_of_no_tokens_writes_nothing():
     pool = torch.zeros(1, 1, PAGE, DIM, device=DEVICE)
     empty = torch.zeros(0, 1, DIM, device=DEVICE)

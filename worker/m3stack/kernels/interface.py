@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -91,26 +92,40 @@ GemmaNorm = Callable[[Tensor, Tensor, float], Tensor]
 # g = min(g, limit), u = clamp(u, -limit, limit), (u + 1) * g * sigmoid(alpha * g); fp32 inside.
 SwigluOai = Callable[[Tensor, Tensor, float, float], Tensor]
 
-# q [T,H,D], k [T,G,D], v [T,G,D], index_q [T,G,D] | None, index_k [T,D] | None, norms,
-# cos [T,R/2] fp32, sin [T,R/2] fp32, slots [T] int64, pages -> (q [T,H,D], index_q | None).
-# Norms q, k, index q and index k per head, rotates their first R dims (split-half pairs i and
-# i + R/2), and writes K, V and index-K into slot `page * B + offset`. Rows with a negative slot
-# write nothing.
-AttentionPrologue = Callable[
-    [
-        Tensor,
-        Tensor,
-        Tensor,
-        Tensor | None,
-        Tensor | None,
-        HeadNorms,
-        Tensor,
-        Tensor,
-        Tensor,
-        LayerPages,
-    ],
-    tuple[Tensor, Tensor | None],
-]
+
+class AttentionPrologue(Protocol):
+    """Norms and rotates a step's heads and writes its keys and values into the cache.
+
+    q, k, index q and index k are normed per head and rotated in their first R dims (split-half
+    pairs i and i + R/2). K, V and index-K go into slot `page * B + offset`; rows with a negative
+    slot write nothing.
+    """
+
+    def __call__(
+        self,
+        q_THD: Tensor,
+        k_TGD: Tensor,
+        v_TGD: Tensor,
+        index_q_TGD: Tensor | None,
+        index_k_TD: Tensor | None,
+        norms: HeadNorms,
+        cos: Tensor,
+        sin: Tensor,
+        slots_T: Tensor,
+        pages: LayerPages,
+        index_slots_T: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor | None]:
+        """(q [T,H,D], index q [T,G',D] or None), normed and rotated.
+
+        Args:
+            index_q_TGD: its G' may differ from the G of keys and values.
+            cos, sin: fp32 [T, R/2].
+            slots_T: int64 [T].
+            index_slots_T: int64 [T], slots of the index keys where they are not `slots_T`: a rank
+                that holds a part of them writes the others nowhere.
+        """
+        ...
+
 
 # q, k, v [N,H,D], cu_seqlens int32 [rows+1], max_len, scale -> [N,H,D]: full attention in each row.
 VarlenAttention = Callable[[Tensor, Tensor, Tensor, Tensor, int, float], Tensor]

@@ -51,17 +51,12 @@ def attention_prologue(
     sin: Tensor,
     slots_T: Tensor,
     pages: LayerPages,
+    index_slots_T: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """Per-head norms and rotary, then K, V and index-K into the cache; see `AttentionPrologue`."""
     block = pages.k_PGBD.shape[2]
-    written = slots_T >= 0
-    if not bool(written.all()):
-        slots_T, k_TGD, v_TGD = slots_T[written], k_TGD[written], v_TGD[written]
-        index_k_TD = None if index_k_TD is None else index_k_TD[written]
-        key_cos, key_sin = cos[written], sin[written]
-    else:
-        key_cos, key_sin = cos, sin
-    page_T, offset_T = slots_T // block, slots_T % block
+    key_slots, (k_TGD, v_TGD, key_cos, key_sin) = _written(slots_T, k_TGD, v_TGD, cos, sin)
+    page_T, offset_T = key_slots // block, key_slots % block
     k_TGD = rotate(gemma_norm(k_TGD, norms.k, norms.eps), key_cos, key_sin)
     pages.k_PGBD[page_T, :, offset_T] = k_TGD.to(pages.k_PGBD.dtype)
     pages.v_PGBD[page_T, :, offset_T] = v_TGD.to(pages.v_PGBD.dtype)
@@ -71,10 +66,21 @@ def attention_prologue(
     assert norms.index_q is not None
     assert norms.index_k is not None
     assert pages.index_k_PBD is not None
+    key_slots = slots_T if index_slots_T is None else index_slots_T
+    key_slots, (index_k_TD, key_cos, key_sin) = _written(key_slots, index_k_TD, cos, sin)
     index_k_TD = gemma_norm(index_k_TD, norms.index_k, norms.eps)
     index_k_TD = rotate(index_k_TD[:, None], key_cos, key_sin)[:, 0]
+    page_T, offset_T = key_slots // block, key_slots % block
     pages.index_k_PBD[page_T, offset_T] = index_k_TD.to(pages.index_k_PBD.dtype)
     return q_THD, rotate(gemma_norm(index_q_TGD, norms.index_q, norms.eps), cos, sin)
+
+
+def _written(slots_T: Tensor, *rows: Tensor) -> tuple[Tensor, tuple[Tensor, ...]]:
+    """Slots and rows of those that are written at all."""
+    is_written_T = slots_T >= 0
+    if bool(is_written_T.all()):
+        return slots_T, rows
+    return slots_T[is_written_T], tuple(row[is_written_T] for row in rows)
 
 
 def _wide(x: Tensor) -> Tensor:

@@ -111,13 +111,13 @@ def _normed_and_rotated(
 def _prologue_kernel(
     q, k, v, index_q, index_k,
     q_norm, k_norm, index_q_norm, index_k_norm,
-    cos, sin, slots,
+    cos, sin, slots, index_slots,
     q_out, index_q_out, k_pages, v_pages, index_pages,
     q_token, q_head, k_token, k_head, v_token, v_head, iq_token, iq_head, ik_token,
     k_page, k_group, k_slot, v_page, v_group, v_slot, i_page, i_slot,
     eps,
-    HEADS: tl.constexpr, GROUPS: tl.constexpr, DIM: tl.constexpr, ROTATED: tl.constexpr,
-    PAGE: tl.constexpr, HAS_INDEX: tl.constexpr, TILE: tl.constexpr,
+    HEADS: tl.constexpr, GROUPS: tl.constexpr, INDEX_GROUPS: tl.constexpr, DIM: tl.constexpr,
+    ROTATED: tl.constexpr, PAGE: tl.constexpr, HAS_INDEX: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
     token = tl.program_id(0).to(tl.int64)
     part = tl.program_id(1)
@@ -148,13 +148,19 @@ def _prologue_kernel(
         v_to = v_pages + page * v_page + offset * v_slot + group[:, None] * v_group
         tl.store(v_to + column[None, :], raw_v.to(v_pages.dtype.element_ty), mask=keep)
         if HAS_INDEX:
+            index_group = tl.arange(0, INDEX_GROUPS)
             iq_from = index_q + token * iq_token
             turned_iq = _normed_and_rotated(
-                iq_from, iq_head, group, index_q_norm, cos, sin, eps, ROTATED, DIM
+                iq_from, iq_head, index_group, index_q_norm, cos, sin, eps, ROTATED, DIM
             )
-            iq_to = index_q_out + (token * GROUPS + group[:, None]) * DIM + column[None, :]
+            iq_row = token * INDEX_GROUPS + index_group[:, None]
+            iq_to = index_q_out + iq_row * DIM + column[None, :]
             tl.store(iq_to, turned_iq.to(index_q_out.dtype.element_ty))
             one = tl.arange(0, 1)
+            slot = tl.load(index_slots + token)
+            written = slot >= 0
+            page = tl.where(written, slot // PAGE, 0)
+            offset = tl.where(written, slot % PAGE, 0)
             turned_ik = _normed_and_rotated(
                 index_k + token * ik_token, 0, one, index_k_norm, cos, sin, eps, ROTATED, DIM
             )
@@ -174,6 +180,7 @@ def attention_prologue(
     sin: Tensor,
     slots_T: Tensor,
     pages: LayerPages,
+    index_slots_T: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """Per-head norms, rotary and cache writes in one launch; see `AttentionPrologue`.
 
@@ -196,20 +203,21 @@ def attention_prologue(
         index_norms = (norms.k, norms.k)
     if num_tokens == 0:
         return q_out, index_q_out
+    index_slots = slots_T if index_slots_T is None else index_slots_T
     tile = min(QUERY_TILE, triton.next_power_of_2(heads + 1) // 2)
     grid = (num_tokens, triton.cdiv(heads, tile) + 1)
     _prologue_kernel[grid](
         q_THD, k_TGD, v_TGD, index_q, index_k,
         norms.q, norms.k, *index_norms,
-        cos.contiguous(), sin.contiguous(), slots_T,
+        cos.contiguous(), sin.contiguous(), slots_T, index_slots,
         q_out, q_out if index_q_out is None else index_q_out,
         pages.k_PGBD, pages.v_PGBD, index_pages,
         *q_THD.stride()[:2], *k_TGD.stride()[:2], *v_TGD.stride()[:2],
         *index_q.stride()[:2], index_k.stride(0),
         *pages.k_PGBD.stride()[:3], *pages.v_PGBD.stride()[:3], *index_pages.stride()[:2],
         norms.eps,
-        HEADS=heads, GROUPS=groups, DIM=dim, ROTATED=2 * cos.shape[-1],
-        PAGE=page_tokens, HAS_INDEX=has_index, TILE=tile,
+        HEADS=heads, GROUPS=groups, INDEX_GROUPS=index_q.shape[1], DIM=dim,
+        ROTATED=2 * cos.shape[-1], PAGE=page_tokens, HAS_INDEX=has_index, TILE=tile,
         num_warps=4,
     )  # fmt: skip
     return q_out, index_q_out
