@@ -18,6 +18,7 @@ pub mod openai;
 pub mod output;
 pub mod prompt;
 pub mod responses;
+pub mod routing;
 pub mod schema;
 pub mod stop;
 pub mod template;

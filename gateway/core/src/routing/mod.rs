@@ -1,0 +1,18 @@
+//! Which worker takes a request: pure state and choices, no sockets, no clock.
+//!
+//! `chain` names the pages of a prompt as workers do, `index` knows who holds which page,
+//! `breaker` and `seat` know how a worker fares, and [`Router`] chooses.
+
+mod breaker;
+mod chain;
+mod index;
+mod router;
+mod seat;
+#[cfg(test)]
+mod tests;
+
+pub use breaker::{Breaker, BreakerPolicy, Outcome};
+pub use chain::{ChainMedia, ChainPrompt, PageKeys, page_keys};
+pub use index::{MAX_SEATS, PrefixIndex};
+pub use router::{CacheNews, Choice, Demand, NoChoice, Reason, Router, Ticket};
+pub use seat::{Health, Policy, SeatId, SeatLoad, Standing};
