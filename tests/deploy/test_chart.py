@@ -1,0 +1,253 @@
+"""The chart renders under Helm's own engine to objects that fit Kubernetes and each other."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import helm_python as helm
+import pytest
+import yaml
+
+from tests.deploy.chart import (
+    CHART,
+    EXAMPLES,
+    KUBERNETES,
+    Object,
+    Pod,
+    complaints,
+    of_kind,
+    pods,
+    render,
+    rendered,
+    values_of,
+)
+
+LEAST: Object = {
+    "model": {"existingClaim": "models"},
+    "gateway": {"auth": {"allowAnonymous": True}},
+}
+# kinds that belong to other controllers
+CUSTOM = {"ServiceMonitor", "PrometheusRule", "LeaderWorkerSet", "ScaledObject", "HTTPRoute"}
+
+
+def changed(**paths: object) -> Object:
+    """The least values with some set, `gateway__replicas=3`."""
+    values = copy.deepcopy(LEAST)
+    for path, value in paths.items():
+        *parents, last = path.split("__")
+        place: Any = values
+        for name in parents:
+            place = place.setdefault(name, {})
+        place[last] = value
+    return values
+
+
+def example_ids(path: Path) -> str:
+    return path.stem
+
+
+every_example = pytest.mark.parametrize("example", EXAMPLES, ids=example_ids)
+
+
+def test_there_are_examples_of_every_kind_of_object() -> None:
+    kinds = {item["kind"] for example in EXAMPLES for item in rendered(example)}
+    assert len(EXAMPLES) >= 8
+    assert kinds >= CUSTOM | {"StatefulSet", "HorizontalPodAutoscaler", "Ingress", "Role", "Job"}
+
+
+@every_example
+def test_helm_lints_the_chart_without_a_word(example: Path) -> None:
+    report = helm.lint(CHART, values_of(example), strict=True, quiet=False)
+    told = [message for message in report["messages"] if message["severity"] >= 2]
+    assert (told, report["errors"]) == ([], [])
+
+
+@every_example
+@pytest.mark.parametrize("version", KUBERNETES)
+def test_kubernetes_accepts_every_object(example: Path, version: str) -> None:
+    found = {
+        f"{item['kind']}/{item['metadata']['name']}": complaints(item, version)
+        for item in rendered(example)
+    }
+    assert {name: told for name, told in found.items() if told} == {}
+
+
+def test_the_schemas_refuse_what_they_should() -> None:
+    objects = copy.deepcopy(list(rendered(CHART / "examples" / "production.yaml")))
+    for item in objects:
+        item["spec" if "spec" in item else "data" if "data" in item else "metadata"] = 3
+    bare = [item for item in objects if not complaints(item, KUBERNETES[0])]
+    # a role has no such field to spoil beyond its name
+    assert [item["kind"] for item in bare] == []
+
+
+@every_example
+def test_selectors_find_the_pods_they_are_for(example: Path) -> None:
+    objects = rendered(example)
+    templates = list(pods(objects))
+    for item in objects:
+        selector = _selector(item)
+        if selector is not None:
+            found = [pod for pod in templates if selector.items() <= pod.labels.items()]
+            assert found, f"{item['kind']}/{item['metadata']['name']} selects nobody"
+
+
+def _selector(item: Object) -> dict[str, str] | None:
+    match item["kind"]:
+        case "Service":
+            return item["spec"]["selector"]
+        case "NetworkPolicy":
+            return item["spec"]["podSelector"]["matchLabels"]
+        case "Deployment" | "StatefulSet" | "PodDisruptionBudget":
+            return item["spec"]["selector"]["matchLabels"]
+    return None
+
+
+@every_example
+def test_ports_are_named_where_they_are_used(example: Path) -> None:
+    objects = rendered(example)
+    services = of_kind(objects, "Service")
+    for service in services:
+        selector = service["spec"]["selector"].items()
+        (pod, *_) = [pod for pod in pods(objects) if selector <= pod.labels.items()]
+        names = {port["name"] for one in pod.containers for port in one.get("ports", [])}
+        assert {port["targetPort"] for port in service["spec"]["ports"]} <= names
+    for monitor in of_kind(objects, "ServiceMonitor"):
+        wanted = monitor["spec"]["selector"]["matchLabels"].items()
+        (service,) = [one for one in services if wanted <= one["metadata"]["labels"].items()]
+        ports = {port["name"] for port in service["spec"]["ports"]}
+        assert {end["port"] for end in monitor["spec"]["endpoints"]} <= ports
+
+
+@every_example
+def test_every_mount_has_a_volume_and_every_volume_a_mount(example: Path) -> None:
+    for pod in pods(rendered(example)):
+        volumes = [volume["name"] for volume in pod.spec.get("volumes", [])]
+        mounts = {m["name"] for one in pod.containers for m in one.get("volumeMounts", [])}
+        assert len(set(volumes)) == len(volumes)
+        assert set(volumes) == mounts, pod.owner
+
+
+@every_example
+def test_pods_run_with_the_least_rights(example: Path) -> None:
+    watches = values_of(example).get("discovery") == "kubernetes"
+    for pod in pods(rendered(example)):
+        assert pod.spec["securityContext"]["runAsNonRoot"] is True
+        assert pod.spec["securityContext"]["seccompProfile"] == {"type": "RuntimeDefault"}
+        assert pod.spec["enableServiceLinks"] is False
+        needs_token = watches and pod.owner.startswith("Deployment/")
+        assert pod.spec["automountServiceAccountToken"] is needs_token
+        for container in pod.containers:
+            context = container["securityContext"]
+            assert context["allowPrivilegeEscalation"] is False
+            assert context["readOnlyRootFilesystem"] is True
+            assert context["capabilities"] == {"drop": ["ALL"]}
+            assert container["resources"]["limits"]["memory"]
+
+
+@every_example
+def test_pods_get_more_time_to_end_than_they_need(example: Path) -> None:
+    values = values_of(example)
+    for pod in pods(rendered(example)):
+        if pod.owner.startswith("Deployment/"):
+            gateway = values.get("gateway", {})
+            wanted = gateway.get("drainSeconds", 120) + gateway.get("preStopSeconds", 10)
+            assert pod.spec["terminationGracePeriodSeconds"] > wanted
+        elif "worker" in pod.owner:
+            wanted = values.get("worker", {}).get("drainSeconds", 300)
+            assert pod.spec["terminationGracePeriodSeconds"] > wanted
+
+
+@every_example
+def test_names_are_short_enough_and_unique(example: Path) -> None:
+    names = [(item["kind"], item["metadata"]["name"]) for item in rendered(example)]
+    assert len(set(names)) == len(names)
+    assert max(len(name) for _, name in names) <= 63
+
+
+@pytest.mark.parametrize("gpus", [0, 1, 8])
+def test_gpus_are_asked_for_as_requests_and_limits(gpus: int) -> None:
+    (worker,) = _pods_of("StatefulSet", changed(worker__gpus=gpus))
+    resources = worker.containers[0]["resources"]
+    wanted = {"nvidia.com/gpu": gpus} if gpus else {}
+    for kind in ("requests", "limits"):
+        found = {name: n for name, n in resources[kind].items() if name.startswith("nvidia")}
+        assert found == wanted
+
+
+def test_the_start_of_a_worker_may_take_as_long_as_was_said() -> None:
+    (worker,) = _pods_of("StatefulSet", changed(worker__startupSeconds=1805))
+    probe = worker.containers[0]["startupProbe"]
+    assert probe["periodSeconds"] * probe["failureThreshold"] >= 1805
+
+
+def test_a_changed_setting_restarts_the_pods_that_read_it_and_no_others() -> None:
+    def sums(values: Object) -> dict[str, str]:
+        return {
+            item["kind"]: item["spec"]["template"]["metadata"]["annotations"]["checksum/config"]
+            for item in render(values)
+            if item["kind"] in ("Deployment", "StatefulSet")
+        }
+
+    before = sums(LEAST)
+    gateway = sums(changed(gateway__settings={"max_concurrent_requests": 512}))
+    worker = sums(changed(worker__settings={"max_sequences": 8}))
+    assert {kind for kind in before if before[kind] != gateway[kind]} == {"Deployment"}
+    assert {kind for kind in before if before[kind] != worker[kind]} == {"StatefulSet"}
+
+
+def test_only_gateways_may_call_workers() -> None:
+    policies = of_kind(render(LEAST), "NetworkPolicy")
+    (worker,) = [item for item in policies if item["metadata"]["name"].endswith("-worker")]
+    (rpc,) = [
+        rule
+        for rule in worker["spec"]["ingress"]
+        if any(port["port"] == "grpc" for port in rule["ports"])
+    ]
+    (peer,) = rpc["from"]
+    labels = peer["podSelector"]["matchLabels"]
+    assert labels["app.kubernetes.io/component"] == "gateway"
+
+
+@pytest.mark.parametrize(
+    ("values", "complaint"),
+    [
+        ({"model": {"existingClaim": "models"}}, "say who may use the gateway"),
+        ({"gateway": {"auth": {"allowAnonymous": True}}}, "say where the model is"),
+        (changed(worker__hosts=2), "leaderworkerset"),
+        (changed(worker__kind="leaderworkerset", worker__hosts=2), "followerArgs"),
+        (changed(worker__kind="deployment"), "kind"),
+        (changed(gateway__replica=3), "replica"),
+        (changed(gateway__replicas="3"), "replicas"),
+        (changed(gateway__port=70000), "port"),
+        (changed(gateway__image__digest="sha256:abc"), "digest"),
+        (changed(gateway__settings={"Max-Requests": 1}), "Max-Requests"),
+        (changed(gateway__settings={"workers": {"a": 1}}), "settings"),
+        (changed(worker__autoscaling__enabled=True), "prometheusAddress"),
+        (changed(worker__tls={"existingSecret": "tls", "serverName": "w"}), "gatewaySecret"),
+        (changed(ingress__enabled=True), "ingress.hosts"),
+        (changed(httpRoute__enabled=True), "parentRefs"),
+        (changed(model__fetch__enabled=True), "repository"),
+    ],
+)
+def test_values_that_make_no_sense_are_refused_by_name(values: Object, complaint: str) -> None:
+    with pytest.raises(helm.HelmError, match=complaint):
+        render(values)
+
+
+def test_a_release_name_that_is_too_long_still_gives_names_that_fit() -> None:
+    names = [item["metadata"]["name"] for item in render(LEAST, name="r" * 53)]
+    assert max(map(len, names)) <= 63
+
+
+def test_the_chart_and_the_product_have_one_version() -> None:
+    from m3stack import __version__
+
+    metadata = yaml.safe_load((CHART / "Chart.yaml").read_text())
+    assert (metadata["version"], metadata["appVersion"]) == (__version__, __version__)
+
+
+def _pods_of(kind: str, values: Object) -> list[Pod]:
+    return [pod for pod in pods(render(values)) if pod.owner.startswith(f"{kind}/")]
