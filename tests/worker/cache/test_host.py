@@ -177,3 +177,24 @@ def test_roots_are_equal_only_for_requests_that_may_share(enabled: bool) -> None
     roots = [cache.root_key(salt, 1) for salt in salts]
     assert len(set(roots)) == len(roots)
     assert (cache.root_key(Salt("a"), 1) == cache.root_key(Salt("a"), 2)) is enabled
+
+
+def test_a_copy_moves_index_keys_held_in_parts_where_they_are() -> None:
+    for rank in range(2):
+        shape = PageShape((True,), 1, 2, 2, 2, torch.float32, index_rank=rank, index_ranks=2)
+        pool = KvPool(shape, 4, torch.device("cpu"))
+        (layer,) = pool.layers
+        assert layer.index_k_PBD is not None
+        layer.k_PGBD.normal_()
+        layer.v_PGBD.normal_()
+        layer.index_k_PBD.normal_()
+        before = layer.index_k_PBD.clone()
+        host = HostPool(pool, 1)
+        host.copy(PageCopy(CopyDirection.TO_HOST, 1, 0))
+        host.copy(PageCopy(CopyDirection.TO_DEVICE, 3, 0))
+        assert torch.equal(layer.k_PGBD[3], layer.k_PGBD[1])
+        if rank == 1:
+            # pages 1 and 3 are this rank's rows 0 and 1
+            before[1] = before[0]
+        assert torch.equal(layer.index_k_PBD, before)
+        assert host.bytes_per_page == shape.whole_bytes_per_page

@@ -32,3 +32,20 @@ def test_dense_layers_have_no_index_keys() -> None:
     assert sparse.index_k_PBD is not None
     assert sparse.index_k_PBD.shape == (3, 16, 4)
     assert sparse.k_PGBD.shape == sparse.v_PGBD.shape == (3, 2, 16, 8)
+
+
+def test_index_keys_held_in_parts_stand_on_one_rank_each_and_end_in_a_row_of_nothing() -> None:
+    shapes = [
+        PageShape((True,), 1, 8, 6, 16, torch.bfloat16, index_rank=rank, index_ranks=3)
+        for rank in range(3)
+    ]
+    for page in range(8):
+        rows = [shape.index_page(page) for shape in shapes]
+        assert rows == [page // 3 if rank == page % 3 else None for rank in range(3)]
+    pool = KvPool(shapes[1], 7, torch.device("cpu"))
+    (layer,) = pool.layers
+    assert layer.index_k_PBD is not None
+    assert layer.index_k_PBD.shape == (4, 16, 6)
+    assert layer.index_k_PBD[-1].isnan().all()
+    assert shapes[1].bytes_per_page == (2 * 8 + 2) * 16 * 2
+    assert shapes[1].whole_bytes_per_page == (2 * 8 + 6) * 16 * 2

@@ -12,7 +12,7 @@ from m3stack.cache.pool import KvPool, PageShape
 
 def slots_within(num_bytes: int, shape: PageShape) -> int:
     """Pages that a budget of host memory holds."""
-    return num_bytes // shape.bytes_per_page
+    return num_bytes // shape.whole_bytes_per_page
 
 
 class HostPool:
@@ -27,29 +27,39 @@ class HostPool:
     """
 
     def __init__(self, pool: KvPool, num_slots: int) -> None:
-        self._device = _tensors(pool.layers)
-        is_pinned = self._device[0].device.type == "cuda"
-        self._host = tuple(
-            torch.empty((num_slots, *tensor.shape[1:]), dtype=tensor.dtype, pin_memory=is_pinned)
-            for tensor in self._device
+        self._shape = pool.shape
+        self._keys_values, self._index_keys = _tensors(pool.layers)
+        is_pinned = self._keys_values[0].device.type == "cuda"
+
+        def slots(tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+            return tuple(
+                torch.empty((num_slots, *part.shape[1:]), dtype=part.dtype, pin_memory=is_pinned)
+                for part in tensors
+            )
+
+        self._host_keys_values, self._host_index_keys = (
+            slots(self._keys_values),
+            slots(self._index_keys),
         )
         self.num_slots = num_slots
-        self.bytes_per_page = pool.shape.bytes_per_page
+        self.bytes_per_page = pool.shape.whole_bytes_per_page
 
     def copy(self, copy: PageCopy) -> None:
-        """Moves K, V and index-K of all layers of one page."""
+        """Moves K, V and, as far as they are held here, index-K of all layers of one page."""
         is_out = copy.direction is CopyDirection.TO_HOST
-        for device, host in zip(self._device, self._host, strict=True):
-            source, target = device[copy.page], host[copy.slot]
-            if not is_out:
-                source, target = target, source
-            target.copy_(source, non_blocking=True)
+        parts = [(self._keys_values, self._host_keys_values, copy.page)]
+        index_page = self._shape.index_page(copy.page)
+        if index_page is not None:
+            parts.append((self._index_keys, self._host_index_keys, index_page))
+        for device_tensors, host_tensors, page in parts:
+            for device, host in zip(device_tensors, host_tensors, strict=True):
+                source, target = device[page], host[copy.slot]
+                if not is_out:
+                    source, target = target, source
+                target.copy_(source, non_blocking=True)
 
 
-def _tensors(layers: LayerCache) -> tuple[Tensor, ...]:
-    found: list[Tensor] = []
-    for layer in layers:
-        found += [layer.k_PGBD, layer.v_PGBD]
-        if layer.index_k_PBD is not None:
-            found.append(layer.index_k_PBD)
-    return tuple(found)
+def _tensors(layers: LayerCache) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
+    keys_values = tuple(part for layer in layers for part in (layer.k_PGBD, layer.v_PGBD))
+    index = (layer.index_k_PBD for layer in layers)
+    return keys_values, tuple(part for part in index if part is not None)

@@ -20,6 +20,8 @@ class PageShape:
         head_dim, index_dim: widths of a K or V head and of the index key.
         page_tokens: tokens B of a page.
         dtype: of all three.
+        index_rank, index_ranks: which part of the index keys stands here: those of every
+            `index_ranks`-th page, beginning with page `index_rank`.
     """
 
     sparse_layers: tuple[bool, ...]
@@ -28,17 +30,41 @@ class PageShape:
     index_dim: int
     page_tokens: int
     dtype: torch.dtype
+    index_rank: int = 0
+    index_ranks: int = 1
 
     @property
     def bytes_per_page(self) -> int:
-        """Bytes that one page takes over all layers."""
+        """Bytes that one page takes over all layers; of index keys held in parts, the mean."""
+        return self._bytes(self.index_ranks)
+
+    @property
+    def whole_bytes_per_page(self) -> int:
+        """The same with all index keys of the page."""
+        return self._bytes(1)
+
+    def _bytes(self, index_ranks: int) -> int:
         kv_values = 2 * self.num_kv_heads * self.head_dim * len(self.sparse_layers)
-        index_values = self.index_dim * sum(self.sparse_layers)
+        index_values = -(-self.index_dim * sum(self.sparse_layers) // index_ranks)
         return (kv_values + index_values) * self.page_tokens * self.dtype.itemsize
+
+    def index_page(self, page: int) -> int | None:
+        """Row of the index-key tensors that belongs to a page; None where another rank has it."""
+        row, rank = divmod(page, self.index_ranks)
+        return row if rank == self.index_rank else None
+
+    def num_index_pages(self, num_pages: int) -> int:
+        """Rows of the index-key tensors; held in parts, they end in one that belongs to no page."""
+        if self.index_ranks == 1:
+            return num_pages
+        return -(-num_pages // self.index_ranks) + 1
 
 
 class KvPool:
     """The pages of all layers; page p is row p of every tensor.
+
+    Of index keys held in parts, `PageShape.index_page` says the row, and the last row is all NaN,
+    so that whatever reads it finds nothing worth choosing.
 
     Content is undefined until written. Who uses which page is not known here.
     """
@@ -59,11 +85,14 @@ def _layer_pages(
     shape: PageShape, num_pages: int, device: torch.device, is_sparse: bool
 ) -> LayerPages:
     kv_size = (num_pages, shape.num_kv_heads, shape.page_tokens, shape.head_dim)
-    index_size = (num_pages, shape.page_tokens, shape.index_dim)
+    index_k_PBD = None
+    if is_sparse:
+        index_size = (shape.num_index_pages(num_pages), shape.page_tokens, shape.index_dim)
+        index_k_PBD = torch.empty(index_size, dtype=shape.dtype, device=device)
+        if shape.index_ranks > 1:
+            index_k_PBD[-1] = float("nan")
     return LayerPages(
         k_PGBD=torch.empty(kv_size, dtype=shape.dtype, device=device),
         v_PGBD=torch.empty(kv_size, dtype=shape.dtype, device=device),
-        index_k_PBD=(
-            torch.empty(index_size, dtype=shape.dtype, device=device) if is_sparse else None
-        ),
+        index_k_PBD=index_k_PBD,
     )

@@ -43,6 +43,26 @@ class PagedRows:
 
 
 @dataclass(frozen=True, slots=True)
+class PartRows:
+    """A step as a rank sees it whose index keys are a part of all.
+
+    Every sequence is shortened to blocks that matter here: first those of its pages that the rank
+    holds and that all its rows may rank, then, whoever holds them, the blocks from the first row's
+    local ones on. Rows keep their distance to the latter, so that what a row may rank is what
+    stands below its local blocks, as in a whole sequence. `msa/candidates.py` builds it.
+
+    Attributes:
+        rows: of the shortened sequences; the page table counts rows of the rank's own index-key
+            tensor, and a block that another rank holds stands as that tensor's last row.
+        blocks_SJ: int32 [S, J], id in the whole sequence of each entry of that page table;
+            `NO_BLOCK` where another rank holds it.
+    """
+
+    rows: PagedRows
+    blocks_SJ: Tensor
+
+
+@dataclass(frozen=True, slots=True)
 class HeadNorms:
     """Gemma norm weights over one head, shared by all heads: fp32 or model dtype, each [D].
 
@@ -140,6 +160,16 @@ PagedAttention = Callable[[Tensor, LayerPages, PagedRows, float], Tensor]
 # result is ascending (so the row's own block stands last) and padded with -1 at the tail.
 ChooseBlocks = Callable[[Tensor, Tensor, PagedRows, int, int], Tensor]
 
+# index_q [T,G,D], index_k [P',B,D], part of a step, num_blocks K, num_local_blocks ->
+# int64 [G,T,K]: the best of the blocks whose index keys this rank holds, descending;
+# `msa/candidates.py` says what an entry means. Blocks whose score is NaN or minus infinity may be
+# left out.
+ChooseCandidates = Callable[[Tensor, Tensor, PartRows, int, int], Tensor]
+
+# candidates of R ranks int64 [R,G,T,K], rows, page tokens B, num_local_blocks -> int32 [G,T,K]:
+# what `ChooseBlocks` gives with all index keys.
+MergeCandidates = Callable[[Tensor, PagedRows, int, int], Tensor]
+
 # q [T,H,D], pages, blocks int32 [G,T,K], rows, scale -> [T,H,D]: exact softmax over the keys of
 # the chosen blocks at or before the row. Query head h reads KV group h // (H/G).
 BlockAttention = Callable[[Tensor, LayerPages, Tensor, PagedRows, float], Tensor]
@@ -168,6 +198,8 @@ class Kernels:
     varlen_attention: VarlenAttention
     paged_attention: PagedAttention
     choose_blocks: ChooseBlocks
+    choose_candidates: ChooseCandidates
+    merge_candidates: MergeCandidates
     block_attention: BlockAttention
     route_tokens: RouteTokens
     run_experts: RunExperts

@@ -5,14 +5,15 @@ A wrong driver, compiler or library shows here, by name, before the first reques
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from m3stack.kernels.build import KernelUnavailableError
-from m3stack.kernels.interface import HeadNorms, Kernels, LayerPages, PagedRows
+from m3stack.kernels.interface import HeadNorms, Kernels, LayerPages, PagedRows, PartRows
+from m3stack.kernels.msa.candidates import part_of_rows
 from m3stack.kernels.shape import KernelShape
 
 # half-precision outputs of sums in another order; wrong results are off by far more
@@ -44,6 +45,8 @@ def check_operation(
         "varlen_attention": _check_varlen,
         "paged_attention": _check_paged,
         "choose_blocks": _check_choice,
+        "choose_candidates": _check_candidates,
+        "merge_candidates": _check_merge,
         "block_attention": _check_blocks,
     }.get(name)
     if check is not None:
@@ -166,6 +169,53 @@ def _check_choice(run: Callable, reference: Kernels, shape: KernelShape, device:
         inputs = (*inputs, shape.num_blocks, shape.num_local_blocks)
         if not torch.equal(run(*inputs), reference.choose_blocks(*inputs)):
             raise KernelUnavailableError("choose_blocks: other blocks than the reference chooses")
+
+
+def _parts(step: Step, shape: KernelShape, ranks: int) -> Iterator[tuple[Tensor, PartRows]]:
+    """What each rank holds of the index keys, and how it sees the step."""
+    index_k_PBD = step.pages.index_k_PBD
+    assert index_k_PBD is not None
+    for rank in range(ranks):
+        pool = torch.cat([index_k_PBD[rank::ranks], torch.full_like(index_k_PBD[:1], torch.nan)])
+        part = part_of_rows(
+            step.rows,
+            rank=rank,
+            ranks=ranks,
+            page_tokens=shape.page_tokens,
+            last_row=len(pool) - 1,
+            num_local=shape.num_local_blocks,
+        )
+        yield pool, part
+
+
+def _check_candidates(run: Callable, reference: Kernels, shape: KernelShape, device: torch.device):
+    for step in steps(shape, device):
+        for pool, part in _parts(step, shape, 2):
+            inputs = (step.index_q_TGD, pool, part, shape.num_blocks, shape.num_local_blocks)
+            if not torch.equal(
+                _ranked(run, inputs, shape), _ranked(reference.choose_candidates, inputs, shape)
+            ):
+                raise KernelUnavailableError(
+                    "choose_candidates: other blocks than the reference chooses"
+                )
+
+
+def _ranked(choose: Callable, inputs: tuple, shape: KernelShape) -> Tensor:
+    """Candidates that can win: local blocks leave fewer places than there are entries."""
+    return choose(*inputs)[..., : shape.num_blocks - shape.num_local_blocks]
+
+
+def _check_merge(run: Callable, reference: Kernels, shape: KernelShape, device: torch.device):
+    for step in steps(shape, device):
+        found = [
+            reference.choose_candidates(
+                step.index_q_TGD, pool, part, shape.num_blocks, shape.num_local_blocks
+            )
+            for pool, part in _parts(step, shape, 3)
+        ]
+        inputs = (torch.stack(found), step.rows, shape.page_tokens, shape.num_local_blocks)
+        if not torch.equal(run(*inputs), reference.merge_candidates(*inputs)):
+            raise KernelUnavailableError("merge_candidates: other blocks than the reference merges")
 
 
 def _check_blocks(run: Callable, reference: Kernels, shape: KernelShape, device: torch.device):
