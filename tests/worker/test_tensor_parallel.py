@@ -47,11 +47,33 @@ def tokens_with(ranks: int, **flags: object) -> list[list[int]]:
     return results
 
 
-# with four ranks, each has one of four KV heads
-@pytest.mark.parametrize("ranks", [2, 4])
-def test_split_models_give_the_tokens_of_the_whole_one(ranks: int) -> None:
-    flags = {"max_batch_tokens": 200, "max_encode_patches": 50}
-    assert tokens_with(ranks, **flags) == tokens_with(1, **flags)
+FLAGS = {"max_batch_tokens": 200, "max_encode_patches": 50}
+
+
+@pytest.fixture(scope="module")
+def whole_tokens() -> list[list[int]]:
+    return tokens_with(1, **FLAGS)
+
+
+# with four ranks, each has one of four KV heads, with eight, two share one
+@pytest.mark.parametrize(
+    ("ranks", "flags"),
+    [
+        (2, {}),
+        (2, {"expert_parallel": 2, "shard_index_keys": True}),
+        (4, {"expert_parallel": 2, "shard_index_keys": True}),
+        pytest.param(4, {}, marks=pytest.mark.soak),
+        pytest.param(4, {"expert_parallel": 4}, marks=pytest.mark.soak),
+        pytest.param(4, {"shard_index_keys": True}, marks=pytest.mark.soak),
+        pytest.param(8, {}, marks=pytest.mark.soak),
+        pytest.param(8, {"expert_parallel": 8}, marks=pytest.mark.soak),
+        pytest.param(8, {"expert_parallel": 4, "shard_index_keys": True}, marks=pytest.mark.soak),
+    ],
+)
+def test_split_models_give_the_tokens_of_the_whole_one(
+    ranks: int, flags: dict[str, object], whole_tokens: list[list[int]]
+) -> None:
+    assert tokens_with(ranks, **FLAGS, **flags) == whole_tokens
 
 
 def test_ranks_preempt_offload_and_restore_together() -> None:

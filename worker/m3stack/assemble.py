@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-import torch.distributed as dist
 
 from m3stack.cache.host import HostTier
 from m3stack.cache.host_pool import HostPool
@@ -27,7 +26,7 @@ from m3stack.engine.runner import NO_PEERS, ModelRunner, Peers, Runner
 from m3stack.engine.sampler import Sampler
 from m3stack.engine.scheduler import Scheduler
 from m3stack.errors import StartupError
-from m3stack.group import RankGroup, Setup
+from m3stack.group import Joined, RankGroup, Setup
 from m3stack.hardware import Hardware, choose_hardware
 from m3stack.kernels.build import KernelUnavailableError
 from m3stack.kernels.interface import Kernels
@@ -35,7 +34,7 @@ from m3stack.kernels.select import build_kernels
 from m3stack.kernels.shape import KernelShape
 from m3stack.models.minimax_m3.config import M3Config
 from m3stack.models.minimax_m3.model import M3Model
-from m3stack.models.minimax_m3.ranks import Rank
+from m3stack.models.minimax_m3.ranks import Rank, tensor_rank
 from m3stack.models.minimax_m3.slices import rank_slices
 from m3stack.models.minimax_m3.weights import load_model
 from m3stack.parallel import ALONE, Mesh, ProcessMesh
@@ -93,7 +92,7 @@ def assemble(
     group = None
     if config.tensor_parallel > 1:
         # refuses sizes that do not divide, before anything is started
-        rank_slices(model_config, Rank(0, config.tensor_parallel))
+        rank_slices(model_config, place_of(config, 0))
         group = RankGroup(config, build_follower)
     try:
         return _assemble_leader(config, Ground(model_config, hardware, group), around)
@@ -104,17 +103,20 @@ def assemble(
 
 
 def build_follower(
-    config: WorkerConfig, group: dist.ProcessGroup, receive_setup: Callable[[], Setup]
+    config: WorkerConfig, joined: Joined, receive_setup: Callable[[], Setup]
 ) -> Runner:
     """The runner of a rank that follows; see `group.BuildFollower`."""
-    hardware, model_config = choose_hardware(config), M3Config.from_dir(config.model_path)
-    model = _load(config, model_config, hardware, mesh=ProcessMesh(group))
+    mesh = ProcessMesh(joined.tensors)
+    hardware = choose_hardware(config, mesh.rank)
+    model_config = M3Config.from_dir(config.model_path)
+    model = _load(config, model_config, hardware, mesh=mesh)
     setup = receive_setup()
-    pool = KvPool(page_shape(config, model_config, hardware), setup.num_pages, hardware.device)
+    shape = page_shape(config, model_config, hardware, mesh.rank)
+    pool = KvPool(shape, setup.num_pages, hardware.device)
     host_pool = HostPool(pool, setup.num_host_slots) if setup.num_host_slots else None
     book = FollowerBook()
     encoder = _encoder(model, book, hardware.device)
-    peers = GroupPeers(group)
+    peers = GroupPeers(joined.control)
     return FollowerRunner(_runner(model, pool, host_pool, encoder, sampler=None, peers=peers), book)
 
 
@@ -129,7 +131,7 @@ class Ground:
 
 def _assemble_leader(config: WorkerConfig, ground: Ground, around: Surroundings) -> Assembly:
     model_config, hardware, group = ground.model_config, ground.hardware, ground.group
-    mesh = ALONE if group is None else ProcessMesh(group.group)
+    mesh = ALONE if group is None else ProcessMesh(group.joined.tensors)
     model = _load(config, model_config, hardware, mesh=mesh, progress=around.progress)
     pool = build_pool(config, model_config, hardware)
     host_pool = build_host_pool(config, pool, hardware.device)
@@ -149,11 +151,13 @@ def _assemble_leader(config: WorkerConfig, ground: Ground, around: Surroundings)
     pages = PrefixCache(PageAllocator(pool.num_pages), enabled=config.prefix_cache, host=host)
     encoder = _encoder(model, around.media, hardware.device)
     sampler = Sampler(model_config.vocab_size, hardware.device)
-    peers = NO_PEERS if group is None else GroupPeers(group.group)
+    peers = NO_PEERS if group is None else GroupPeers(group.joined.control)
     runner: Runner = _runner(model, pool, host_pool, encoder, sampler=sampler, peers=peers)
     if group is not None:
         group.set_up(Setup(pool.num_pages, host_pool.num_slots if host_pool else 0))
-        runner = LeaderRunner(runner, send=group.send, explain=group.lost)
+        runner = LeaderRunner(
+            runner, send=group.send, explain=group.lost, noticed=lambda: group.noticed
+        )
     parts = EngineParts(
         scheduler=Scheduler(_scheduler_limits(config, hardware.device), pages, around.media),
         pages=pages,
@@ -181,7 +185,9 @@ def _load(
     progress: Progress = lambda done, total: None,
 ) -> M3Model:
     """This rank's part of the model."""
-    kernels = _kernels(config.kernels, model_config.per_rank(mesh.size), hardware)
+    rank = place_of(config, mesh.rank)
+    own = model_config.per_rank(mesh.size, width_ranks=rank.width_ranks)
+    kernels = _kernels(config.kernels, own, hardware)
     _log.info("kernels name=%s", kernels.name)
     model = load_model(
         Path(config.model_path),
@@ -191,10 +197,21 @@ def _load(
         dtype=hardware.dtype,
         progress=progress,
         mesh=mesh,
+        rank=rank,
     )
     if hardware.device.type == "cpu":
         _set_threads(config, model)
     return model
+
+
+def place_of(config: WorkerConfig, rank: int) -> Rank:
+    """What a rank of the worker holds of its model."""
+    return tensor_rank(
+        rank,
+        config.tensor_parallel,
+        expert_parallel=config.expert_parallel,
+        index_in_parts=config.shard_index_keys,
+    )
 
 
 def model_limits(model: M3Config, max_context_tokens: int, dtype: torch.dtype) -> ModelLimits:

@@ -98,7 +98,21 @@ class WorkerConfig:
         _one_of(DTYPES),
     )
     kernels: str = _setting("auto", "kernel back end; auto picks by device", _any)
-    tensor_parallel: int = _setting(1, "ranks that share the model; CPUs only", _at_least(1))
+    tensor_parallel: int = _setting(
+        1, "ranks that share the model, each a process and, on GPUs, a GPU", _at_least(1)
+    )
+    expert_parallel: int = _setting(
+        1,
+        "groups of ranks that routed experts are dealt out to, a divisor of tensor_parallel; the "
+        "ranks of a group split its experts by width",
+        _at_least(1),
+    )
+    shard_index_keys: bool = _setting(
+        False,
+        "every rank keeps the index keys of its share of the pages, and ranks choose blocks "
+        "together: more cache and faster decoding of long contexts, one exchange a layer",
+        _any,
+    )
     kv_memory_fraction: float = _setting(
         0.9, "share of the memory left after loading that cache pages may take", _fraction
     )
@@ -327,6 +341,14 @@ def _article(kind: type) -> str:
 
 
 def _check_together(config: WorkerConfig) -> None:
+    ranks = config.tensor_parallel
+    if ranks % config.expert_parallel:
+        raise StartupError(
+            f"expert_parallel is {config.expert_parallel}, expected a divisor of tensor_parallel "
+            f"({ranks})"
+        )
+    if config.shard_index_keys and ranks == 1:
+        raise StartupError("shard_index_keys needs tensor_parallel of at least 2, it is 1")
     for name in ("max_batch_tokens", "max_mixed_tokens"):
         value = getattr(config, name)
         if value and value <= config.max_sequences:

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import logging
 import multiprocessing
+import os
 import pickle
 import signal
-import sys
 import threading
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
@@ -15,6 +16,7 @@ from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from typing import Any
 
+import torch
 import torch.distributed as dist
 
 from m3stack.config import WorkerConfig
@@ -22,15 +24,19 @@ from m3stack.engine.leader import Command, apply
 from m3stack.engine.plan import FatalStepError
 from m3stack.engine.runner import Runner
 from m3stack.errors import StartupError
+from m3stack.hardware import choose_hardware
 from m3stack.telemetry import set_up_logging
 
 _log = logging.getLogger(__name__)
 
 # longest that one rank may be behind another in a step, and all of them in starting
 BEHIND_S = 60.0
-# how long an ending follower gets before it is killed, and a dying one to be seen dead
+# how long ending followers get before they are killed, and a dying one to be seen dead
 GOODBYE_S = 5.0
 NOTICE_S = 2.0
+# longest that the worker may outlive a rank, whatever else hangs
+OUTLIVE_S = 8.0
+EXIT_FAILED = 1
 
 
 class RankLostError(FatalStepError):
@@ -50,7 +56,20 @@ class Setup:
     num_host_slots: int
 
 
-BuildFollower = Callable[[WorkerConfig, dist.ProcessGroup, Callable[[], Setup]], Runner]
+@dataclass(frozen=True, slots=True)
+class Joined:
+    """The two groups of all ranks.
+
+    Attributes:
+        control: moves plain objects between hosts' memories.
+        tensors: moves tensors between the ranks' devices; the same one on CPUs.
+    """
+
+    control: dist.ProcessGroup
+    tensors: dist.ProcessGroup
+
+
+BuildFollower = Callable[[WorkerConfig, Joined, Callable[[], Setup]], Runner]
 """Loads this rank's part of the model, waits for the setup, builds the runner around both."""
 
 
@@ -60,6 +79,9 @@ class RankGroup:
     Args:
         config: of the worker; `tensor_parallel` is the number of ranks.
         build: makes a follower's runner, in its own process.
+
+    Attributes:
+        noticed: which rank has ended, once the watch has seen it.
     """
 
     def __init__(self, config: WorkerConfig, build: BuildFollower) -> None:
@@ -81,12 +103,21 @@ class RankGroup:
             self._connections.append(ours)
             self._processes.append(process)
         self._is_stopping = False
+        self._stopped = threading.Event()
+        self._joined: Joined | None = None
+        self.noticed: RankLostError | None = None
         try:
-            self.group = _join(store, rank=0, size=size)
+            self._joined = _join(config, store, rank=0)
         except Exception as error:
             lost = self.lost()
             self.stop()
             raise StartupError(str(lost or f"the ranks could not be joined: {error}")) from error
+
+    @property
+    def joined(self) -> Joined:
+        """The groups, of which this process is rank 0."""
+        assert self._joined is not None
+        return self._joined
 
     def set_up(self, setup: Setup) -> None:
         """Tells every follower what to build, once they have loaded.
@@ -117,15 +148,26 @@ class RankGroup:
         return None
 
     def start_watching(self, on_loss: Callable[[RankLostError], None]) -> None:
-        """Calls `on_loss`, on a thread of its own, as soon as a follower ends unasked."""
+        """Calls `on_loss`, on a thread of its own, as soon as a follower ends unasked.
+
+        Collectives of GPUs would wait for it for ever: they are broken off. Should the worker hang
+        all the same, its process is ended here.
+        """
 
         def watch() -> None:
             wait([process.sentinel for process in self._processes])
-            if not self._is_stopping:
-                lost = self.lost()
-                assert lost is not None
-                _log.critical("rank_lost what=%s", lost)
-                on_loss(lost)
+            if self._is_stopping:
+                return
+            lost = self.lost()
+            assert lost is not None
+            _log.critical("rank_lost what=%s", lost)
+            # before anything is broken off: what a broken step gives must not be taken
+            self.noticed = lost
+            on_loss(lost)
+            _break_off(self.joined)
+            if not self._stopped.wait(OUTLIVE_S):
+                _log.critical("rank_lost what=the worker hangs, and is ended")
+                os._exit(EXIT_FAILED)
 
         threading.Thread(target=watch, name="m3stack-ranks", daemon=True).start()
 
@@ -134,13 +176,20 @@ class RankGroup:
         self._is_stopping = True
         for connection in self._connections:
             connection.close()
+        # after a loss the others hang in a collective, and would not go
+        deadline = time.monotonic() + (GOODBYE_S if self.noticed is None else 0.0)
         for process in self._processes:
-            process.join(GOODBYE_S)
+            process.join(max(0.0, deadline - time.monotonic()))
             if process.is_alive():
                 process.kill()
-                process.join()
+        for process in self._processes:
+            process.join()
+        if self._joined is not None:
+            # an orderly end would wait for ranks that are gone
+            _break_off(self._joined)
         if dist.is_initialized():
             dist.destroy_process_group()
+        self._stopped.set()
 
     def _send_object(self, what: object) -> None:
         data = pickle.dumps(what, protocol=pickle.HIGHEST_PROTOCOL)
@@ -162,8 +211,8 @@ def follow(
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
     set_up_logging(config.log_level)
+    _end_with_parent()
     store = _store(store_port, config.tensor_parallel, is_leader=False)
-    group = _join(store, rank=rank, size=config.tensor_parallel)
 
     def receive() -> object:
         return pickle.loads(leader.recv_bytes())
@@ -173,18 +222,40 @@ def follow(
         assert isinstance(setup, Setup)
         return setup
 
+    code = 0
     try:
-        runner = build(config, group, receive_setup)
+        device = choose_hardware(config, rank).device
+        if device.type == "cuda":
+            torch.cuda.set_device(device)
+        runner = build(config, _join(config, store, rank=rank), receive_setup)
         _log.info("rank_ready rank=%d", rank)
         while True:
             command = receive()
             apply(command, runner)  # type: ignore[arg-type]
     except EOFError:
         # the leader has closed its end, or is gone
-        return
+        pass
     except StartupError as error:
         _log.critical("rank_failed rank=%d reason=%s", rank, error)
-        sys.exit(1)
+        code = EXIT_FAILED
+    except Exception:  # noqa: BLE001 - whatever it is, it ends this rank and is said
+        _log.exception("rank_failed rank=%d", rank)
+        code = EXIT_FAILED
+    # without the farewells of an orderly end, which wait for ranks that may hang
+    logging.shutdown()
+    os._exit(code)
+
+
+def _end_with_parent() -> None:
+    """Ends this process when the leader's is gone, even out of a collective that never returns."""
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+
+    def watch() -> None:
+        wait([parent.sentinel])
+        os._exit(EXIT_FAILED)
+
+    threading.Thread(target=watch, name="m3stack-leader", daemon=True).start()
 
 
 def _store(port: int, size: int, *, is_leader: bool) -> Any:
@@ -194,14 +265,21 @@ def _store(port: int, size: int, *, is_leader: bool) -> Any:
     return store("127.0.0.1", port, size, is_master=is_leader, wait_for_workers=False)
 
 
-def _join(store: Any, *, rank: int, size: int) -> dist.ProcessGroup:
-    dist.init_process_group(
-        "gloo",
-        store=store,
-        rank=rank,
-        world_size=size,
-        timeout=timedelta(seconds=BEHIND_S),
-    )
-    group = dist.group.WORLD
-    assert group is not None
-    return group
+def _join(config: WorkerConfig, store: Any, *, rank: int) -> Joined:
+    size, timeout = config.tensor_parallel, timedelta(seconds=BEHIND_S)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=timeout)
+    control = dist.group.WORLD
+    assert control is not None
+    device = choose_hardware(config, rank).device
+    if device.type == "cpu":
+        return Joined(control, control)
+    # with a device it connects now, and what is wrong shows before anything is loaded
+    tensors = dist.new_group(backend="nccl", timeout=timeout, device_id=device)
+    assert isinstance(tensors, dist.ProcessGroup)
+    return Joined(control, tensors)
+
+
+def _break_off(joined: Joined) -> None:
+    """Makes collectives of GPUs end, whoever is missing; gloo's fail by themselves."""
+    if joined.tensors is not joined.control:
+        joined.tensors.abort()

@@ -18,11 +18,11 @@ class Hardware:
     dtype: torch.dtype
 
 
-def choose_hardware(config: WorkerConfig) -> Hardware:
-    """Device and dtype the configuration asks for.
+def choose_hardware(config: WorkerConfig, rank: int = 0) -> Hardware:
+    """Device and dtype the configuration asks for; with several ranks, rank r takes GPU r.
 
     Raises:
-        StartupError: the machine does not have it.
+        StartupError: the machine does not have it, or not for all ranks.
     """
     name = config.device
     if name == "auto":
@@ -35,11 +35,18 @@ def choose_hardware(config: WorkerConfig) -> Hardware:
             raise StartupError(
                 f"device is {config.device}, but there are only {torch.cuda.device_count()} GPUs"
             )
-    if config.tensor_parallel != 1 and device.type == "cuda":
-        raise StartupError(
-            f"tensor_parallel is {config.tensor_parallel}, but this version runs on one GPU; "
-            "set it to 1"
-        )
+    if config.tensor_parallel > 1 and device.type == "cuda":
+        if device.index is not None:
+            raise StartupError(
+                f"device is {config.device}, but {config.tensor_parallel} ranks take one GPU each; "
+                "say cuda, and choose GPUs with CUDA_VISIBLE_DEVICES"
+            )
+        if torch.cuda.device_count() < config.tensor_parallel:
+            raise StartupError(
+                f"tensor_parallel is {config.tensor_parallel}, but there are only "
+                f"{torch.cuda.device_count()} GPUs"
+            )
+        device = torch.device("cuda", rank)
     by_device = torch.float32 if device.type == "cpu" else torch.bfloat16
     dtypes = {"auto": by_device, "float32": torch.float32, "bfloat16": torch.bfloat16}
     return Hardware(device, dtypes[config.dtype])

@@ -26,6 +26,10 @@ class Mesh(Protocol):
         """The ranks' [..., n] side by side: [..., size * n]."""
         ...
 
+    def all_to_all(self, x: Tensor) -> Tensor:
+        """Of [size * n, ...], the r-th n rows go to rank r; what came, in the order of ranks."""
+        ...
+
 
 class Alone:
     """The mesh of a single rank."""
@@ -39,12 +43,18 @@ class Alone:
     def all_gather_columns(self, x: Tensor) -> Tensor:
         return x
 
+    def all_to_all(self, x: Tensor) -> Tensor:
+        return x
+
 
 ALONE = Alone()
 
 
 class ProcessMesh:
     """Ranks in processes of their own, one each, over a torch.distributed group.
+
+    Every operation is a collective of fixed shapes without a sync, so that NCCL's can be captured
+    in CUDA graphs.
 
     Args:
         group: of all ranks; its back end must fit where the tensors are.
@@ -60,6 +70,12 @@ class ProcessMesh:
         return x
 
     def all_gather_columns(self, x: Tensor) -> Tensor:
-        parts = [torch.empty_like(x) for _ in range(self.size)]
-        dist.all_gather(parts, x.contiguous(), group=self._group)
-        return torch.cat(parts, dim=-1)
+        # one call with one output, which a CUDA graph can hold: rank after rank, then side by side
+        gathered = x.new_empty(self.size * x.shape[0], *x.shape[1:])
+        dist.all_gather_into_tensor(gathered, x.contiguous(), group=self._group)
+        return gathered.view(self.size, *x.shape).movedim(0, -2).flatten(-2)
+
+    def all_to_all(self, x: Tensor) -> Tensor:
+        out = torch.empty_like(x, memory_format=torch.contiguous_format)
+        dist.all_to_all_single(out, x.contiguous(), group=self._group)
+        return out

@@ -66,8 +66,10 @@ def build_host_pool(config: WorkerConfig, pool: KvPool, device: torch.device) ->
     return HostPool(pool, num_slots)
 
 
-def page_shape(config: WorkerConfig, model: M3Config, hardware: Hardware) -> PageShape:
-    """What a page holds on each rank."""
+def page_shape(
+    config: WorkerConfig, model: M3Config, hardware: Hardware, rank: int = 0
+) -> PageShape:
+    """What a page holds on a rank."""
     return PageShape(
         sparse_layers=model.sparse_layers,
         num_kv_heads=model.per_rank(config.tensor_parallel).num_kv_heads,
@@ -75,6 +77,8 @@ def page_shape(config: WorkerConfig, model: M3Config, hardware: Hardware) -> Pag
         index_dim=model.index_dim,
         page_tokens=model.block_tokens,
         dtype=hardware.dtype,
+        index_rank=rank if config.shard_index_keys else 0,
+        index_ranks=config.tensor_parallel if config.shard_index_keys else 1,
     )
 
 

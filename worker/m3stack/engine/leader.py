@@ -59,6 +59,7 @@ class LeaderRunner:
         inner: of this rank.
         send: gives a command to all other ranks; raises FatalStepError if one is gone.
         explain: what is wrong with the other ranks, if anything; asked after a failure.
+        noticed: the same if it is known already; what a step gave is worth nothing then.
     """
 
     def __init__(
@@ -67,10 +68,12 @@ class LeaderRunner:
         *,
         send: Callable[[Command], None],
         explain: Callable[[], FatalStepError | None],
+        noticed: Callable[[], FatalStepError | None],
     ) -> None:
         self._inner = inner
         self._send = send
         self._explain = explain
+        self._noticed = noticed
 
     def begin(self, handle: int, request: Request, *, stop_ids: frozenset[int]) -> None:
         self._send(Begin(handle, request, stop_ids))
@@ -83,12 +86,17 @@ class LeaderRunner:
     def execute(self, plan: StepPlan) -> StepResult:
         self._send(Execute(_compact(plan)))
         try:
-            return self._inner.execute(plan)
+            result = self._inner.execute(plan)
         except Exception as error:
             # a rank that stopped half way through a step is out of step for good
             raise self._explain() or FatalStepError(
                 f"a step failed on the leading rank: {type(error).__name__}: {error}"
             ) from error
+        # a collective that was broken off has ended as well, with nothing in it
+        lost = self._noticed()
+        if lost is not None:
+            raise lost
+        return result
 
 
 class FollowerRunner:

@@ -15,7 +15,7 @@ from m3stack.layers import Place
 from m3stack.models.minimax_m3.config import M3Config
 from m3stack.models.minimax_m3.layout import checkpoint_layout
 from m3stack.models.minimax_m3.model import M3Model
-from m3stack.models.minimax_m3.ranks import WHOLE, Rank
+from m3stack.models.minimax_m3.ranks import WHOLE, Rank, tensor_rank
 from m3stack.models.minimax_m3.slices import parameter_shapes, rank_slices
 from tests.worker.models.minimax_m3.random_checkpoint import random_config
 from tests.worker.models.minimax_m3.released import LAYERS, released_config, released_mxfp8_config
@@ -26,6 +26,10 @@ WORLDS = {
     "tp4": [Rank(r, 4) for r in range(4)],
     "tp8": [Rank(r, 8) for r in range(8)],
     "tp4 ep4": [Rank(r, 4, r, 4) for r in range(4)],
+    "tp4 ep2": [tensor_rank(r, 4, expert_parallel=2) for r in range(4)],
+    "tp8 ep2 index in parts": [
+        tensor_rank(r, 8, expert_parallel=2, index_in_parts=True) for r in range(8)
+    ],
     "dp8 ep8": [Rank(0, 1, r, 8) for r in range(8)],
     "tp2 dp2 ep4": [Rank(r % 2, 2, r, 4) for r in range(4)],
 }
@@ -53,6 +57,8 @@ def copies_meant(name: str, world: list[Rank]) -> int:
     size, tp = len(world), world[0].tp_size
     if ".experts." in name:
         return 1
+    if "index_q_proj" in name and world[0].index_in_parts:
+        return size
     if any(part in name for part in ("k_proj", "v_proj", "index_q_proj")):
         text = name.startswith("language") and "index_k_proj" not in name
         return (size // tp) * max(1, tp // 4) if text else size
@@ -136,7 +142,12 @@ def test_eight_ranks_hold_whole_heads_and_share_the_kv_ones() -> None:
     [
         (lambda: Rank(8, 8), "tensor-parallel rank is 8, expected 0 to 7"),
         (lambda: Rank(0, 1, -1, 4), "expert-parallel rank is -1, expected 0 to 3"),
-        (lambda: Rank(0, 8, 0, 4), "4 expert-parallel ranks are no multiple of the 8"),
+        (lambda: Rank(0, 8, 0, 3), "3 expert-parallel and 8 tensor-parallel ranks: neither"),
+        (lambda: Rank(5, 8, 1, 4), "expert-parallel rank is 1, expected 2, where tensor-par"),
+        (
+            lambda: tensor_rank(0, 4, expert_parallel=3),
+            "expert_parallel is 3, expected a divisor of tensor_parallel, 4",
+        ),
     ],
 )
 def test_ranks_that_make_no_sense_are_refused(rank: Any, message: str) -> None:

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from m3stack.kernels.interface import HeadNorms, Kernels, LayerPages, PagedRows
 from m3stack.layers import Place, TextLinear
 from m3stack.models.minimax_m3.config import M3Config
+from m3stack.models.minimax_m3.index_parts import IndexParts, StepPart
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,12 +20,14 @@ class StepRows:
         rows: how they divide into sequences, and the pages of those.
         slots_T: int64, where each row's keys go.
         cos, sin: fp32 [T, R/2], rotary of each row.
+        part: of the index keys, where ranks hold them in parts.
     """
 
     rows: PagedRows
     slots_T: Tensor
     cos: Tensor
     sin: Tensor
+    part: StepPart | None = None
 
 
 class SelfAttention(nn.Module):
@@ -32,25 +35,41 @@ class SelfAttention(nn.Module):
 
     On sparse layers an index branch of one query head per KV group and a single key head chooses
     the blocks that each row attends to.
+
+    Args:
+        config: this rank's part of the model.
+        index_heads: index queries that are computed here: one for each of the rank's KV groups, or
+            those of all groups where ranks hold the index keys in parts.
+        parts: how the ranks then choose.
     """
 
-    def __init__(self, config: M3Config, layer: int, *, kernels: Kernels, place: Place) -> None:
+    def __init__(
+        self,
+        config: M3Config,
+        layer: int,
+        *,
+        index_heads: int,
+        parts: IndexParts | None,
+        kernels: Kernels,
+        place: Place,
+    ) -> None:
         super().__init__()
-        self._kernels = kernels
+        self._kernels, self._index_parts = kernels, parts
+        self._index_heads = index_heads
         self._config = config
         self._is_sparse = config.sparse_layers[layer]
         queries, keys = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
-        parts = [queries, keys, keys]
+        widths = [queries, keys, keys]
         self.q_norm = place.parameter(config.head_dim)
         self.k_norm = place.parameter(config.head_dim)
         self.index_q_norm = self.index_k_norm = None
         if self._is_sparse:
-            parts += [config.num_kv_heads * config.index_dim, config.index_dim]
+            widths += [index_heads * config.index_dim, config.index_dim]
             self.index_q_norm = place.parameter(config.index_dim)
             self.index_k_norm = place.parameter(config.index_dim)
-        self._parts = parts
+        self._widths = widths
         # q, k, v and, on sparse layers, index q and index k: one product
-        self.in_proj = TextLinear(kernels, place, config.hidden_size, sum(parts))
+        self.in_proj = TextLinear(kernels, place, config.hidden_size, sum(widths))
         self.out_proj = TextLinear(kernels, place, queries, config.hidden_size)
 
     def forward(self, x_TM: Tensor, step: StepRows, pages: LayerPages) -> Tensor:
@@ -61,10 +80,10 @@ class SelfAttention(nn.Module):
         """
         config = self._config
         num_tokens = x_TM.shape[0]
-        q, k, v, *index = self.in_proj(x_TM).split(self._parts, dim=-1)
+        q, k, v, *index = self.in_proj(x_TM).split(self._widths, dim=-1)
         index_q_TGD = index_k_TD = None
         if self._is_sparse:
-            index_q_TGD = index[0].view(num_tokens, config.num_kv_heads, config.index_dim)
+            index_q_TGD = index[0].view(num_tokens, self._index_heads, config.index_dim)
             index_k_TD = index[1]
         norms = HeadNorms(
             q=self.q_norm,
@@ -84,18 +103,29 @@ class SelfAttention(nn.Module):
             step.sin,
             step.slots_T,
             pages,
+            None if step.part is None else step.part.slots_T,
         )
-        out_THD = self._attend(q_THD, index_q_TGD, pages, step.rows)
+        out_THD = self._attend(q_THD, index_q_TGD, pages, step)
         return self.out_proj(out_THD.reshape(num_tokens, -1))
 
     def _attend(
-        self, q_THD: Tensor, index_q_TGD: Tensor | None, pages: LayerPages, rows: PagedRows
+        self, q_THD: Tensor, index_q_TGD: Tensor | None, pages: LayerPages, step: StepRows
     ) -> Tensor:
-        config, scale = self._config, self._config.head_dim**-0.5
+        rows, scale = step.rows, self._config.head_dim**-0.5
         if index_q_TGD is None:
             return self._kernels.paged_attention(q_THD, pages, rows, scale)
         assert pages.index_k_PBD is not None, "a sparse layer needs index-key pages"
-        blocks_GTK = self._kernels.choose_blocks(
-            index_q_TGD, pages.index_k_PBD, rows, config.topk_blocks, config.num_local_blocks
-        )
+        blocks_GTK = self._choose(index_q_TGD, pages.index_k_PBD, step)
         return self._kernels.block_attention(q_THD, pages, blocks_GTK, rows, scale)
+
+    def _choose(self, index_q_TGD: Tensor, index_k_PBD: Tensor, step: StepRows) -> Tensor:
+        if self._index_parts is not None:
+            assert step.part is not None
+            return self._index_parts.choose_blocks(index_q_TGD, index_k_PBD, step.part, step.rows)
+        return self._kernels.choose_blocks(
+            index_q_TGD,
+            index_k_PBD,
+            step.rows,
+            self._config.topk_blocks,
+            self._config.num_local_blocks,
+        )

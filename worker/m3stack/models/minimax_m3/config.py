@@ -150,11 +150,14 @@ class M3Config:
         _check_text(text, sparse, config)
         return config
 
-    def per_rank(self, size: int) -> M3Config:
+    def per_rank(self, size: int, *, width_ranks: int | None = None) -> M3Config:
         """The sizes that each of `size` tensor-parallel ranks computes with.
 
         Heads, inner widths and vocabulary are divided; with more ranks than KV heads, neighbours
         share one. Whether they divide is checked where the weights are split (`slices`).
+
+        Args:
+            width_ranks: ranks that split the width of an expert; all of them where None.
         """
         if size == 1:
             return self
@@ -163,7 +166,7 @@ class M3Config:
             vocab_size=self.vocab_size // size,
             num_heads=self.num_heads // size,
             num_kv_heads=max(1, self.num_kv_heads // size),
-            expert_size=self.expert_size // size,
+            expert_size=self.expert_size // (width_ranks or size),
             dense_size=self.dense_size // size,
             shared_size=self.shared_size // size,
         )

@@ -89,7 +89,7 @@ def _attention(
             # one index query head a KV head, one index key for all
             "index_q_proj": (
                 config.num_kv_heads * config.index_dim,
-                Split.KV_HEADS,
+                Split.INDEX_HEADS,
                 config.index_dim,
             ),
             "index_k_proj": (config.index_dim, Split.NONE, 0),

@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from m3stack.kernels.interface import Kernels
 from m3stack.layers import Place, TextLinear, weight_of
 from m3stack.models.minimax_m3.config import M3Config
+from m3stack.models.minimax_m3.ranks import Span
 
 
 class FeedForward(nn.Module):
@@ -27,15 +28,19 @@ class FeedForward(nn.Module):
 
 
 class MixtureOfExperts(nn.Module):
-    """`factor * sum of the chosen experts + shared expert`; the factor spares the shared one."""
+    """`factor * sum of the chosen experts + shared expert`; the factor spares the shared one.
 
-    def __init__(self, config: M3Config, *, kernels: Kernels, place: Place) -> None:
+    Args:
+        experts: those whose weights are here; what others would add, their ranks add.
+    """
+
+    def __init__(self, config: M3Config, experts: Span, *, kernels: Kernels, place: Place) -> None:
         super().__init__()
-        self._kernels, self._config = kernels, config
-        count, width, inner = config.num_experts, config.hidden_size, config.expert_size
+        self._kernels, self._config, self._experts = kernels, config, experts
+        count, width, inner = experts.count, config.hidden_size, config.expert_size
         # a router in half precision chooses other experts
-        self.router = place.parameter(count, width, dtype=torch.float32)
-        self.router_bias = place.parameter(count, dtype=torch.float32)
+        self.router = place.parameter(config.num_experts, width, dtype=torch.float32)
+        self.router_bias = place.parameter(config.num_experts, dtype=torch.float32)
         self.gate_up, self.gate_up_scale = place.text_weight(count, 2 * inner, width)
         self.down, self.down_scale = place.text_weight(count, width, inner)
         self.shared = FeedForward(config, config.shared_size, kernels=kernels, place=place)
@@ -49,9 +54,17 @@ class MixtureOfExperts(nn.Module):
             x_TM,
             weight_of(self.gate_up, self.gate_up_scale),
             weight_of(self.down, self.down_scale),
-            ids_Tk,
+            self._own(ids_Tk),
             weights_Tk * config.routed_scaling_factor,
             config.swiglu_alpha,
             config.swiglu_limit,
         )
         return routed_TM + self.shared(x_TM)
+
+    def _own(self, ids_Tk: Tensor) -> Tensor:
+        """Places of the chosen experts among those here; -1 for others."""
+        if self._experts.count == self._config.num_experts:
+            return ids_Tk
+        places_Tk = ids_Tk - self._experts.first
+        is_own_Tk = (places_Tk >= 0) & (places_Tk < self._experts.count)
+        return places_Tk.masked_fill(~is_own_Tk, -1)

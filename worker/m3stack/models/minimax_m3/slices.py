@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from m3stack.models.minimax_m3.config import M3Config
 from m3stack.models.minimax_m3.layout import Placement, Shape, checkpoint_layout
 from m3stack.models.minimax_m3.quantization import MXFP8_GROUP, WeightFormat
-from m3stack.models.minimax_m3.ranks import Rank, Span, Split, even_span, head_span, local_expert
+from m3stack.models.minimax_m3.ranks import Rank, Span, Split, even_span, expert_span, head_span
 from m3stack.models.minimax_m3.stored import weight_formats
 
 
@@ -49,11 +49,12 @@ def rank_slices(config: M3Config, rank: Rank) -> dict[str, Slice]:
     slices: dict[str, Slice] = {}
     # (parameter, expert) -> rows already given out; the layout lists fused parts in their order
     filled: dict[tuple[str, int | None], int] = {}
+    experts = expert_span(config.num_experts, rank)
     for name, placement in checkpoint_layout(config).items():
         expert = None
         if placement.expert is not None:
-            expert = local_expert("experts", placement.expert, config.num_experts, rank)
-            if expert is None:
+            expert = placement.expert - experts.first
+            if not 0 <= expert < experts.count:
                 continue
         rows, columns = _spans(name, placement, formats[name], rank)
         target = (placement.parameter, expert)
@@ -89,18 +90,21 @@ def parameter_shapes(slices: Mapping[str, Slice]) -> dict[str, Shape]:
 def _spans(name: str, placement: Placement, stored: WeightFormat, rank: Rank) -> tuple[Span, Span]:
     num_rows = placement.shape[0]
     all_rows, all_columns = Span(0, num_rows), Span(0, placement.numel // num_rows)
-    is_expert = placement.expert is not None
-    if rank.tp_size == 1 or (is_expert and rank.ep_size > 1):
+    part, parts = rank.tp_rank, rank.tp_size
+    if placement.expert is not None:
+        part, parts = rank.width_rank, rank.width_ranks
+    is_whole = placement.split is Split.INDEX_HEADS and rank.index_in_parts
+    if parts == 1 or is_whole:
         return all_rows, all_columns
     if placement.split is Split.ROWS:
         unit = placement.head_rows or 1
-        return even_span(name, num_rows, rank.tp_rank, rank.tp_size, unit=unit), all_columns
-    if placement.split is Split.KV_HEADS:
+        return even_span(name, num_rows, part, parts, unit=unit), all_columns
+    if placement.split in (Split.KV_HEADS, Split.INDEX_HEADS):
         heads = num_rows // placement.head_rows
         return head_span(name, heads, placement.head_rows, rank), all_columns
     if placement.split is Split.COLUMNS:
         # a group of a quantised row must stay whole, and so must a head
         group = 1 if stored is WeightFormat.PLAIN else MXFP8_GROUP
         unit = math.lcm(max(placement.head_rows, 1), group)
-        return all_rows, even_span(name, all_columns.count, rank.tp_rank, rank.tp_size, unit=unit)
+        return all_rows, even_span(name, all_columns.count, part, parts, unit=unit)
     return all_rows, all_columns

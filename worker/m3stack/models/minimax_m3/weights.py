@@ -22,7 +22,7 @@ from m3stack.layers import Place
 from m3stack.models.minimax_m3.config import M3Config
 from m3stack.models.minimax_m3.model import M3Model
 from m3stack.models.minimax_m3.quantization import WeightFormat
-from m3stack.models.minimax_m3.ranks import Rank, Span
+from m3stack.models.minimax_m3.ranks import WHOLE, Rank, Span
 from m3stack.models.minimax_m3.slices import Slice, parameter_shapes, rank_slices
 from m3stack.models.minimax_m3.stored import Part, Stored, stored_tensors
 from m3stack.parallel import ALONE, Mesh
@@ -49,6 +49,7 @@ def load_model(
     progress: Progress,
     keep_quantised: bool = False,
     mesh: Mesh = ALONE,
+    rank: Rank = WHOLE,
 ) -> M3Model:
     """Builds the model on a device and fills it.
 
@@ -59,18 +60,19 @@ def load_model(
         progress: called with bytes done and bytes in all, first with 0, last with both equal; may
             raise to end the loading.
         keep_quantised: MXFP8 weights stay MXFP8; otherwise they are decoded to `dtype`.
-        mesh: the ranks that share the model; this one's part is loaded.
+        mesh: the ranks that share the model.
+        rank: this one of them, whose part is loaded.
 
     Raises:
         StartupError: a file, tensor or index entry that is missing, unknown, doubled or
             unreadable; a tensor of another shape or dtype; weights that cannot be kept quantised.
     """
     checkpoint = open_checkpoint(path, config)
-    slices = rank_slices(config, Rank(mesh.rank, mesh.size))
+    slices = rank_slices(config, rank)
     if keep_quantised:
         _require_mxfp8(path, slices)
     place = Place(device, dtype, keeps_mxfp8=keep_quantised)
-    model = M3Model(config, kernels=kernels, place=place, mesh=mesh)
+    model = M3Model(config, kernels=kernels, place=place, mesh=mesh, rank=rank)
     targets = {name: parameter.detach() for name, parameter in model.named_parameters()}
     fill(checkpoint, slices, targets, progress)
     return model
