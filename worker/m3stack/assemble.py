@@ -279,6 +279,8 @@ def _kernels(name: str, model: M3Config, hardware: Hardware) -> Kernels:
     except KernelUnavailableError as error:
         raise StartupError(str(error)) from error
 
+        experts=model.num_experts,
+        experts_per_token=model.num_experts_per_token,
 
 def _set_threads(config: WorkerConfig, model: M3Model) -> None:
     num_values = sum(parameter.numel() for parameter in model.parameters())

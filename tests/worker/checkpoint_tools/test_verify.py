@@ -99,8 +99,8 @@ def test_a_lost_clamp_is_noticed(
 ) -> None:
     right = reference_kernels()
 
-    def run_experts(x, gate_up, down, ids, weights, alpha, limit):
-        return right.run_experts(x, gate_up, down, ids, weights, alpha, limit * limit_times)
+    def run_experts(x, gate_up, down, ids, weights, alpha, limit, **more):
+        return right.run_experts(x, gate_up, down, ids, weights, alpha, limit * limit_times, **more)
 
     kernels = replace(right, run_experts=run_experts)
     monkeypatch.setattr(command, "reference_kernels", lambda: kernels)

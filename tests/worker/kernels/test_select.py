@@ -34,6 +34,8 @@ SMALL = KernelShape(
     num_local_blocks=1,
     vision_heads=2,
     vision_head_dim=20,
+    experts=6,
+    experts_per_token=3,
 )
 M3 = KernelShape(
     dtype=torch.bfloat16,
@@ -46,6 +48,8 @@ M3 = KernelShape(
     num_local_blocks=1,
     vision_heads=16,
     vision_head_dim=80,
+    experts=128,
+    experts_per_token=4,
 )
 
 

@@ -105,6 +105,56 @@ class Mxfp8Weight:
 
 Weight = Tensor | Mxfp8Weight
 
+
+@dataclass(frozen=True, slots=True)
+class SharedExpert:
+    """The expert that every token goes through, of the routed ones' width and format.
+
+    Attributes:
+        gate_up_fM: [2F, M], gate rows first.
+        down_MF: [M, F].
+    """
+
+    gate_up_fM: Weight
+    down_MF: Weight
+
+
+class RunExperts(Protocol):
+    """The clamped SwiGLU of each token's experts, added up."""
+
+    def __call__(
+        self,
+        x_TM: Tensor,
+        gate_up_EfM: Weight,
+        down_EMF: Weight,
+        ids_Tk: Tensor,
+        weights_Tk: Tensor,
+        alpha: float,
+        limit: float,
+        *,
+        shared: SharedExpert | None = None,
+        factor: float = 1.0,
+    ) -> Tensor:
+        """`factor * sum of the chosen experts by weight + the shared expert`.
+
+        Weights in MXFP8 mean their decoded values; activations are never quantised.
+
+        Args:
+            x_TM: [T, M].
+            gate_up_EfM: [E, 2F, M], gate rows first.
+            down_EMF: [E, M, F].
+            ids_Tk: int32 [T, k]; negative ids add nothing.
+            weights_Tk: fp32 [T, k].
+            alpha, limit: of the activation.
+            shared: added with weight 1 where given.
+            factor: of the routed experts alone.
+
+        Returns:
+            [T, M] in the dtype of `x_TM`.
+        """
+        ...
+
+
 # x [..., M], weight [M], eps -> [..., M]: x * rsqrt(mean(x^2) + eps) * (1 + w), fp32 inside.
 GemmaNorm = Callable[[Tensor, Tensor, float], Tensor]
 
@@ -177,11 +227,6 @@ BlockAttention = Callable[[Tensor, LayerPages, Tensor, PagedRows, float], Tensor
 # x [T,M], router weight fp32 [E,M], bias fp32 [E], top_k -> (ids int32 [T,k], weights fp32 [T,k]).
 # s = sigmoid(W x) in fp32; the k largest of s + bias, ties to the lower id; weights s / sum(s).
 RouteTokens = Callable[[Tensor, Tensor, Tensor, int], tuple[Tensor, Tensor]]
-
-# x [T,M], gate_up [E,2F,M] (gate rows first), down [E,M,F], ids [T,k], weights [T,k], alpha, limit
-# -> [T,M]: weighted sum of the chosen experts' clamped SwiGLU; negative ids add nothing. Weights
-# in MXFP8 mean their decoded values; activations are never quantised.
-RunExperts = Callable[[Tensor, Weight, Weight, Tensor, Tensor, float, float], Tensor]
 
 # x [T,M], weight [N,M] -> [T,N] in the dtype of x: x W^T with the decoded weight, fp32 sums.
 LinearMxfp8 = Callable[[Tensor, Mxfp8Weight], Tensor]

@@ -19,11 +19,12 @@ from m3stack.kernels.self_check import check_operation
 from m3stack.kernels.shape import KernelShape
 
 try:
+    from m3stack.kernels.moe.with_cuda import CudaExperts
     from m3stack.kernels.triton_table import triton_operations
 except ModuleNotFoundError as missing:  # an optional dependency, and nothing but it
     if missing.name != "triton":
         raise
-    triton_operations = None
+    triton_operations = CudaExperts = None
 
 logger = logging.getLogger(__name__)
 
@@ -109,8 +110,7 @@ def _operations(rung: BackEnd, shape: KernelShape, device: torch.device) -> dict
                 "paged_attention": dense.paged_attention,
             }
         case BackEnd.CUDA:
-            msa = CudaMsa(shape)
-            return {"choose_blocks": msa.choose_blocks, "block_attention": msa.block_attention}
+            return _cuda_operations(shape, device)
         case BackEnd.TRITON:
             if triton_operations is None:
                 raise KernelUnavailableError(
@@ -126,6 +126,19 @@ def _operations(rung: BackEnd, shape: KernelShape, device: torch.device) -> dict
             reference = reference_kernels()
             names = [field.name for field in dataclasses.fields(Kernels) if field.name != "name"]
             return {operation: getattr(reference, operation) for operation in names}
+
+
+def _cuda_operations(shape: KernelShape, device: torch.device) -> dict[str, Callable]:
+    msa = CudaMsa(shape)
+    operations: dict[str, Callable] = {
+        "choose_blocks": msa.choose_blocks,
+        "block_attention": msa.block_attention,
+    }
+    if CudaExperts is not None:
+        experts = CudaExperts(device)
+        operations["run_experts"] = experts.run_experts
+        operations["linear_mxfp8"] = experts.linear_mxfp8
+    return operations
 
 
 def _choose(

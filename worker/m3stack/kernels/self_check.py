@@ -12,12 +12,26 @@ import torch
 from torch import Tensor
 
 from m3stack.kernels.build import KernelUnavailableError
-from m3stack.kernels.interface import HeadNorms, Kernels, LayerPages, PagedRows, PartRows
+from m3stack.kernels.interface import (
+    HeadNorms,
+    Kernels,
+    LayerPages,
+    Mxfp8Weight,
+    PagedRows,
+    PartRows,
+    SharedExpert,
+    Weight,
+)
 from m3stack.kernels.msa.candidates import part_of_rows
+from m3stack.kernels.quantised import mxfp8
 from m3stack.kernels.shape import KernelShape
 
 # half-precision outputs of sums in another order; wrong results are off by far more
 LIMIT = 2e-2
+# what a check multiplies: more than one tile of every back end, and a small share of a real layer
+WIDTH, INNER = 384, 128
+# few tokens and many take different kernels
+EXPERT_TOKENS = (1, 5, 33, 300)
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,9 +62,11 @@ def check_operation(
         "choose_candidates": _check_candidates,
         "merge_candidates": _check_merge,
         "block_attention": _check_blocks,
-    }.get(name)
-    if check is not None:
-        check(run, reference, shape, device)
+        "route_tokens": _check_routing,
+        "run_experts": _check_experts,
+        "linear_mxfp8": _check_linear,
+    }[name]
+    check(run, reference, shape, device)
 
 
 def steps(shape: KernelShape, device: torch.device) -> list[Step]:
@@ -229,3 +245,50 @@ def _check_blocks(run: Callable, reference: Kernels, shape: KernelShape, device:
         )
         inputs = (step.q_THD, step.pages, blocks_GTK, step.rows, shape.head_dim**-0.5)
         _require_close("block_attention", run(*inputs), reference.block_attention(*inputs))
+
+
+def _check_routing(run: Callable, reference: Kernels, shape: KernelShape, device: torch.device):
+    x, router = _integers(shape, device, 33, WIDTH), _integers(shape, device, shape.experts, WIDTH)
+    bias = _integers(shape, device, shape.experts).float() / 4
+    # scores between 0 and 1 that sums in another order leave as they are
+    inputs = (x, router.float() / 64, bias, shape.experts_per_token)
+    (ids, weights), (expected_ids, expected_weights) = run(*inputs), reference.route_tokens(*inputs)
+    if not torch.equal(ids, expected_ids):
+        raise KernelUnavailableError("route_tokens: other experts than the reference chooses")
+    _require_close("route_tokens", weights, expected_weights)
+
+
+def _check_experts(run: Callable, reference: Kernels, shape: KernelShape, device: torch.device):
+    def matrix(*size: int) -> Tensor:
+        return _normal(shape, device, *size) * size[-1] ** -0.5
+
+    experts = min(shape.experts, 6)
+    plain = (matrix(experts, 2 * INNER, WIDTH), matrix(experts, WIDTH, INNER))
+    own = (matrix(2 * INNER, WIDTH), matrix(WIDTH, INNER))
+    forms: list[tuple[tuple[Weight, Weight], SharedExpert]] = [(plain, SharedExpert(*own))]
+    if shape.dtype == torch.bfloat16:
+        gate_up, down, *coded_own = (mxfp8.encode(one) for one in (*plain, *own))
+        forms.append(((gate_up, down), SharedExpert(*coded_own)))
+    chosen = min(shape.experts_per_token, experts)
+    for num_tokens in EXPERT_TOKENS:
+        x = _normal(shape, device, num_tokens, WIDTH)
+        ids = _normal(shape, device, num_tokens, experts).argsort(1)[:, :chosen].to(torch.int32)
+        ids[-1, -1] = -1
+        weights = _normal(shape, device, num_tokens, chosen).float().sigmoid()
+        for weights_pair, shared in forms:
+            for rides in (shared, None):
+                inputs = (x, *weights_pair, ids, weights, 1.702, 7.0)
+                actual = run(*inputs, shared=rides, factor=2.0)
+                expected = reference.run_experts(*inputs, shared=rides, factor=2.0)
+                # the one result that may be all zeros
+                if expected.any():
+                    _require_close("run_experts", actual, expected)
+
+
+def _check_linear(run: Callable, reference: Kernels, shape: KernelShape, device: torch.device):
+    if shape.dtype != torch.bfloat16:
+        return  # weights are kept in MXFP8 beside bf16 activations alone
+    weight: Mxfp8Weight = mxfp8.encode(_normal(shape, device, INNER, WIDTH))
+    for num_tokens in EXPERT_TOKENS:
+        x = _normal(shape, device, num_tokens, WIDTH)
+        _require_close("linear_mxfp8", run(x, weight), reference.linear_mxfp8(x, weight))

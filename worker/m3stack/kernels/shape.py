@@ -9,7 +9,7 @@ import torch
 
 @dataclass(frozen=True, slots=True)
 class KernelShape:
-    """Sizes of the attention of one rank.
+    """Sizes of the layers of one rank.
 
     Attributes:
         dtype: of activations and of the cache.
@@ -18,6 +18,7 @@ class KernelShape:
         page_tokens: B.
         num_blocks, num_local_blocks: chosen blocks of a row, and how many of them are forced.
         vision_heads, vision_head_dim: of the vision tower.
+        experts, experts_per_token: routed ones of a layer, and of a token.
     """
 
     dtype: torch.dtype
@@ -30,3 +31,5 @@ class KernelShape:
     num_local_blocks: int
     vision_heads: int
     vision_head_dim: int
+    experts: int
+    experts_per_token: int

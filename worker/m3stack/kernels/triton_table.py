@@ -9,9 +9,11 @@ from torch import Tensor
 
 from m3stack.kernels.attention import with_triton as attention
 from m3stack.kernels.interface import LayerPages, PagedRows
+from m3stack.kernels.moe.with_triton import TritonExperts
 from m3stack.kernels.msa.decode.with_triton import TritonDecode
 from m3stack.kernels.msa.prefill import with_triton as prefill
 from m3stack.kernels.pointwise import with_triton as pointwise
+from m3stack.kernels.quantised import with_triton as quantised
 
 # query rows of a sequence up to which one program takes all rows of a page
 MAX_DECODE_ROWS = 8
@@ -52,7 +54,7 @@ def paged_attention(q_THD: Tensor, pages: LayerPages, rows: PagedRows, scale: fl
 
 def triton_operations(device: torch.device) -> dict[str, Callable]:
     """Operation name of `interface.Kernels` to implementation."""
-    msa = TritonMsa()
+    msa, experts = TritonMsa(), TritonExperts(device)
     return {
         "gemma_norm": pointwise.gemma_norm,
         "swiglu_oai": pointwise.swiglu_oai,
@@ -60,4 +62,7 @@ def triton_operations(device: torch.device) -> dict[str, Callable]:
         "paged_attention": paged_attention,
         "choose_blocks": msa.choose_blocks,
         "block_attention": msa.block_attention,
+        "route_tokens": experts.route_tokens,
+        "run_experts": experts.run_experts,
+        "linear_mxfp8": quantised.linear_mxfp8,
     }

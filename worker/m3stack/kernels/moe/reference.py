@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from m3stack.kernels.interface import Mxfp8Weight, Weight
+from m3stack.kernels.interface import Mxfp8Weight, SharedExpert, Weight
 from m3stack.kernels.pointwise.reference import swiglu_oai
 from m3stack.kernels.quantised import mxfp8
 
@@ -43,34 +43,36 @@ def run_experts(
     weights_Tk: Tensor,
     alpha: float,
     limit: float,
+    *,
+    shared: SharedExpert | None = None,
+    factor: float = 1.0,
 ) -> Tensor:
-    """Weighted sum of the chosen experts, fp32 inside; see `interface.RunExperts`.
-
-    Args:
-        gate_up_EfM: [E, 2F, M], gate rows first.
-        down_EMF: [E, M, F].
-
-    Returns:
-        [T, M] in the dtype of `x_TM`.
-    """
+    """Weighted sum of the chosen experts, fp32 inside; see `interface.RunExperts`."""
     dtype = torch.float64 if x_TM.dtype == torch.float64 else torch.float32
-    weights_Tk = weights_Tk.to(dtype).masked_fill(ids_Tk < 0, 0.0)
+    weights_Tk = (weights_Tk.to(dtype) * factor).masked_fill(ids_Tk < 0, 0.0)
     values_per_expert = _shape(gate_up_EfM)[1:].numel() + _shape(down_EMF)[1:].numel()
     if ids_Tk.numel() * values_per_expert <= GATHER_VALUES:
-        return _experts_side_by_side(
+        out_TM = _experts_side_by_side(
             x_TM.to(dtype), gate_up_EfM, down_EMF, ids_Tk, weights_Tk, (alpha, limit)
-        ).to(x_TM.dtype)
-    out_TM = torch.zeros_like(x_TM, dtype=dtype)
-    for expert in ids_Tk.unique().tolist():
-        if expert < 0:
-            continue
-        token, place = (ids_Tk == expert).nonzero(as_tuple=True)
-        gate_up, down = (_chosen(w, expert, dtype) for w in (gate_up_EfM, down_EMF))
-        hidden = functional.linear(x_TM[token].to(dtype), gate_up)
-        acted = swiglu_oai(*hidden.chunk(2, dim=-1), alpha, limit)
-        result = functional.linear(acted, down)
-        out_TM.index_add_(0, token, result * weights_Tk[token, place, None])
+        )
+    else:
+        out_TM = torch.zeros_like(x_TM, dtype=dtype)
+        for expert in ids_Tk.unique().tolist():
+            if expert < 0:
+                continue
+            token, place = (ids_Tk == expert).nonzero(as_tuple=True)
+            matrices = [_chosen(w, expert, dtype) for w in (gate_up_EfM, down_EMF)]
+            result = _expert(x_TM[token].to(dtype), *matrices, (alpha, limit))
+            out_TM.index_add_(0, token, result * weights_Tk[token, place, None])
+    if shared is not None:
+        matrices = [_decoded(w, dtype) for w in (shared.gate_up_fM, shared.down_MF)]
+        out_TM = out_TM + _expert(x_TM.to(dtype), *matrices, (alpha, limit))
     return out_TM.to(x_TM.dtype)
+
+
+def _expert(x: Tensor, gate_up: Tensor, down: Tensor, clamp: tuple[float, float]) -> Tensor:
+    hidden = functional.linear(x, gate_up)
+    return functional.linear(swiglu_oai(*hidden.chunk(2, dim=-1), *clamp), down)
 
 
 def run_experts_mxfp8_both(
@@ -123,11 +125,14 @@ def _shape(weight: Weight) -> torch.Size:
     return weight.elements.shape if isinstance(weight, Mxfp8Weight) else weight.shape
 
 
+def _decoded(weight: Weight, dtype: torch.dtype) -> Tensor:
+    return mxfp8.decode(weight, dtype) if isinstance(weight, Mxfp8Weight) else weight.to(dtype)
+
+
 def _chosen(weight: Weight, experts: Tensor | int, dtype: torch.dtype) -> Tensor:
     """One expert's matrix, or several stacked, decoded."""
     if isinstance(weight, Mxfp8Weight):
-        parts = Mxfp8Weight(weight.elements[experts], weight.scales[experts])
-        return mxfp8.decode(parts, dtype)
+        return _decoded(Mxfp8Weight(weight.elements[experts], weight.scales[experts]), dtype)
     # `[]` on a tensor index builds a slower kind of gather
     chosen = weight[experts] if isinstance(experts, int) else weight.index_select(0, experts)
     return chosen.to(dtype)

@@ -6,14 +6,14 @@ idle, and so that MXFP8 weights, which are decoded in registers, need not go bac
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from m3stack.kernels.interface import Mxfp8Weight, Weight
+from m3stack.kernels.interface import Mxfp8Weight, SharedExpert, Weight
 from m3stack.kernels.moe.grouping_with_triton import group_pairs
 from m3stack.kernels.moe.routing_with_triton import TritonRouter
 from m3stack.kernels.quantised.mxfp8 import GROUP_VALUES
@@ -51,6 +51,11 @@ def choose_tiles(num_pairs: int, num_experts: int) -> Tiles:
     if average <= 8:
         return FEW
     return SOME if average <= 48 else MANY
+
+
+def fitted(tiles: Tiles, dtype: torch.dtype) -> Tiles:
+    """The same bytes of shared memory for wider elements: fewer columns."""
+    return replace(tiles, inputs=tiles.inputs * 2 // max(dtype.itemsize, 2))
 
 
 @triton.jit
@@ -148,8 +153,8 @@ def _up_kernel(
 @triton.jit
 def _down_kernel(
     hidden, elements, scales, pairs, experts, weights, results,
-    num_pairs, max_blocks,
-    WIDTH: tl.constexpr, INNER: tl.constexpr,
+    num_pairs, max_blocks, factor,
+    HAS_WEIGHTS: tl.constexpr, WIDTH: tl.constexpr, INNER: tl.constexpr,
     PAIRS: tl.constexpr, OUTPUTS: tl.constexpr, INPUTS: tl.constexpr, SHARED: tl.constexpr,
     MXFP8: tl.constexpr, GROUP: tl.constexpr, WIDEN: tl.constexpr,
 ):  # fmt: skip
@@ -177,16 +182,20 @@ def _down_kernel(
                 elements, scales, output, column, is_output, inside, INNER, MXFP8, GROUP, WIDEN
             )
             total = tl.dot(downs, tl.trans(rows), total, input_precision="ieee")
-        weight = tl.load(weights + pair, mask=is_pair, other=0.0).to(tl.float32)
-        result = tl.trans(total) * weight[:, None]
+        result = tl.trans(total)
+        if HAS_WEIGHTS:
+            weight = tl.load(weights + pair, mask=is_pair, other=0.0).to(tl.float32)
+            result *= (weight * factor)[:, None]
         to = results + pair[:, None].to(tl.int64) * WIDTH + output[None, :]
         tl.store(to, result, mask=is_pair[:, None] & is_output[None, :])
 
 
 @triton.jit
-def _combine_kernel(
-    results, ids, out, CHOSEN: tl.constexpr, WIDTH: tl.constexpr, COLUMNS: tl.constexpr
-):
+def combine_kernel(
+    results, ids, out, num_tokens,
+    CHOSEN: tl.constexpr, HAS_SHARED: tl.constexpr, WIDTH: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    """Adds up each token's results [T * k (+ T), WIDTH], those of the shared expert last."""
     token = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     inside = column < WIDTH
@@ -195,8 +204,21 @@ def _combine_kernel(
         # results of negative ids were never written
         used = tl.load(ids + token * CHOSEN + choice) >= 0
         one = results + (token * CHOSEN + choice) * WIDTH + column
-        total += tl.load(one, mask=inside & used, other=0.0)
+        total += tl.load(one, mask=inside & used, other=0.0).to(tl.float32)
+    if HAS_SHARED:
+        one = results + (num_tokens.to(tl.int64) * CHOSEN + token) * WIDTH + column
+        total += tl.load(one, mask=inside, other=0.0).to(tl.float32)
     tl.store(out + token * WIDTH + column, total.to(out.dtype.element_ty), mask=inside)
+
+
+def combine(results: Tensor, ids_Tk: Tensor, out_TM: Tensor, *, has_shared: bool) -> None:
+    """Writes each token's sum of its experts' results into `out_TM`."""
+    (num_tokens, chosen), width = ids_Tk.shape, out_TM.shape[1]
+    columns = min(COMBINED_COLUMNS, triton.next_power_of_2(width))
+    combine_kernel[(num_tokens, triton.cdiv(width, columns))](
+        results, ids_Tk, out_TM, num_tokens,
+        CHOSEN=chosen, HAS_SHARED=has_shared, WIDTH=width, COLUMNS=columns, num_warps=4,
+    )  # fmt: skip
 
 
 class TritonExperts(TritonRouter):
@@ -222,25 +244,52 @@ class TritonExperts(TritonRouter):
         weights_Tk: Tensor,
         alpha: float,
         limit: float,
+        *,
+        shared: SharedExpert | None = None,
+        factor: float = 1.0,
     ) -> Tensor:
         """Weighted sum of the chosen experts; see `interface.RunExperts`.
 
         Sums are fp32; the activated hidden values are rounded to the dtype of `x_TM` between the
         products, as the second one needs. MXFP8 weights want bf16 tokens.
         """
-        up, down = _parts(gate_up_EfM), _parts(down_EMF)
-        num_experts, twice_inner, width = up.elements.shape
-        inner, (num_tokens, chosen) = twice_inner // 2, ids_Tk.shape
-        _check_inputs(x_TM, up, down, self._widen)
+        num_tokens = ids_Tk.shape[0]
         out = torch.empty_like(x_TM, memory_format=torch.contiguous_format)
-        num_pairs = ids_Tk.numel()
-        if num_pairs == 0:
-            return out.zero_()
-        tiles = self._tiles or choose_tiles(num_pairs, num_experts)
+        if num_tokens == 0:
+            return out
+        num_pairs, width = ids_Tk.numel(), x_TM.shape[1]
+        rows = num_pairs + num_tokens * (shared is not None)
+        results = torch.empty(rows, width, dtype=torch.float32, device=x_TM.device)
         ids_Tk, weights_Tk = ids_Tk.contiguous(), weights_Tk.contiguous()
+        clamp = (alpha, limit)
+        matrices = (_parts(gate_up_EfM), _parts(down_EMF))
+        self._products(x_TM, *matrices, ids_Tk, (weights_Tk, factor), clamp, results[:num_pairs])
+        if shared is not None:
+            first_T1 = torch.zeros(num_tokens, 1, dtype=torch.int32, device=x_TM.device)
+            matrices = (_parts(shared.gate_up_fM).stack(), _parts(shared.down_MF).stack())
+            self._products(x_TM, *matrices, first_T1, None, clamp, results[num_pairs:])
+        combine(results, ids_Tk, out, has_shared=shared is not None)
+        return out
+
+    def _products(
+        self,
+        x_TM: Tensor,
+        up: _Parts,
+        down: _Parts,
+        ids_Tk: Tensor,
+        weights: tuple[Tensor, float] | None,
+        clamp: tuple[float, float],
+        results: Tensor,
+    ) -> None:
+        """Writes the weighted result of each pair, fp32 [T * k, M]; not those of negative ids."""
+        num_experts, twice_inner, width = up.elements.shape
+        inner, chosen, num_pairs = twice_inner // 2, ids_Tk.shape[1], ids_Tk.numel()
+        _check_inputs(x_TM, up, down, self._widen)
+        if num_pairs == 0:
+            return
+        tiles = self._tiles or fitted(choose_tiles(num_pairs, num_experts), up.elements.dtype)
         blocks = group_pairs(ids_Tk, num_experts, tiles.pairs)
         hidden = torch.empty(num_pairs, inner, dtype=x_TM.dtype, device=x_TM.device)
-        results = torch.empty(num_pairs, width, dtype=torch.float32, device=x_TM.device)
         sizes = {
             "PAIRS": tiles.pairs, "OUTPUTS": tiles.outputs, "INPUTS": tiles.inputs,
             "SHARED": tiles.shared_blocks, "GROUP": GROUP_VALUES, "WIDEN": self._widen,
@@ -249,20 +298,16 @@ class TritonExperts(TritonRouter):
         grid = (blocks.max_blocks * triton.cdiv(inner, tiles.outputs),)
         _up_kernel[grid](
             x_TM, up.elements, up.scales, blocks.pairs, blocks.experts, hidden,
-            num_pairs, blocks.max_blocks, x_TM.stride(0), alpha, limit,
+            num_pairs, blocks.max_blocks, x_TM.stride(0), *clamp,
             CHOSEN=chosen, WIDTH=width, INNER=inner, MXFP8=up.is_mxfp8, **sizes,
         )  # fmt: skip
         grid = (blocks.max_blocks * triton.cdiv(width, tiles.outputs),)
+        given, factor = weights or (results, 1.0)
         _down_kernel[grid](
-            hidden, down.elements, down.scales, blocks.pairs, blocks.experts, weights_Tk, results,
-            num_pairs, blocks.max_blocks,
+            hidden, down.elements, down.scales, blocks.pairs, blocks.experts, given, results,
+            num_pairs, blocks.max_blocks, factor, HAS_WEIGHTS=weights is not None,
             WIDTH=width, INNER=inner, MXFP8=down.is_mxfp8, **sizes,
         )  # fmt: skip
-        columns = min(COMBINED_COLUMNS, triton.next_power_of_2(width))
-        _combine_kernel[(num_tokens, triton.cdiv(width, columns))](
-            results, ids_Tk, out, CHOSEN=chosen, WIDTH=width, COLUMNS=columns, num_warps=4
-        )
-        return out
 
 
 @dataclass(frozen=True, slots=True)
@@ -272,6 +317,10 @@ class _Parts:
     elements: Tensor
     scales: Tensor
     is_mxfp8: bool
+
+    def stack(self) -> _Parts:
+        """A matrix as a stack of one."""
+        return _Parts(self.elements[None], self.scales[None], self.is_mxfp8)
 
 
 def _parts(weight: Weight) -> _Parts:

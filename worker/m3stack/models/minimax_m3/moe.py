@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from m3stack.kernels.interface import Kernels
+from m3stack.kernels.interface import Kernels, SharedExpert
 from m3stack.layers import Place, TextLinear, weight_of
 from m3stack.models.minimax_m3.config import M3Config
 from m3stack.models.minimax_m3.ranks import Span
@@ -24,6 +24,13 @@ class FeedForward(nn.Module):
         gate, up = self.gate_up(x_TM).chunk(2, dim=-1)
         return self.down(
             self._swiglu(gate, up, self._config.swiglu_alpha, self._config.swiglu_limit)
+        )
+
+    def as_expert(self) -> SharedExpert:
+        """The same weights as kernels take them beside routed experts."""
+        return SharedExpert(
+            weight_of(self.gate_up.weight, self.gate_up.weight_scale),
+            weight_of(self.down.weight, self.down.weight_scale),
         )
 
 
@@ -50,16 +57,21 @@ class MixtureOfExperts(nn.Module):
         ids_Tk, weights_Tk = self._kernels.route_tokens(
             x_TM, self.router, self.router_bias, config.num_experts_per_token
         )
-        routed_TM = self._kernels.run_experts(
+        # one of the routed experts' width and format rides in the same products
+        is_alike = config.shared_size == config.expert_size
+        shared = self.shared.as_expert() if is_alike else None
+        out_TM = self._kernels.run_experts(
             x_TM,
             weight_of(self.gate_up, self.gate_up_scale),
             weight_of(self.down, self.down_scale),
             self._own(ids_Tk),
-            weights_Tk * config.routed_scaling_factor,
+            weights_Tk,
             config.swiglu_alpha,
             config.swiglu_limit,
+            shared=shared,
+            factor=config.routed_scaling_factor,
         )
-        return routed_TM + self.shared(x_TM)
+        return out_TM if is_alike else out_TM + self.shared(x_TM)
 
     def _own(self, ids_Tk: Tensor) -> Tensor:
         """Places of the chosen experts among those here; -1 for others."""
