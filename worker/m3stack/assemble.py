@@ -18,8 +18,10 @@ from m3stack.cache.pool import KvPool
 from m3stack.cache.prefix import PrefixCache
 from m3stack.config import WorkerConfig
 from m3stack.engine.budget import SchedulerLimits
+from m3stack.engine.constraints import ConstraintBook
 from m3stack.engine.encoder import Encoder, FeatureBook, FollowerBook
 from m3stack.engine.engine import EngineParts, EngineSettings
+from m3stack.engine.grammar import GrammarCompiler, Vocabulary
 from m3stack.engine.inputs import InputBuilder
 from m3stack.engine.leader import FollowerRunner, GroupPeers, LeaderRunner
 from m3stack.engine.runner import NO_PEERS, ModelRunner, Peers, Runner
@@ -72,12 +74,14 @@ class Assembly:
 
     Attributes:
         limits: what requests must agree with.
+        constraints: compiles and follows output constraints; whoever takes the assembly closes it.
         group: the other ranks of a tensor-parallel worker; whoever takes the assembly stops it.
     """
 
     parts: EngineParts
     settings: EngineSettings
     limits: ModelLimits
+    constraints: ConstraintBook
     group: RankGroup | None = None
 
 
@@ -150,7 +154,13 @@ def _assemble_leader(config: WorkerConfig, ground: Ground, around: Surroundings)
     )
     pages = PrefixCache(PageAllocator(pool.num_pages), enabled=config.prefix_cache, host=host)
     encoder = _encoder(model, around.media, hardware.device)
-    sampler = Sampler(model_config.vocab_size, hardware.device)
+    vocabulary = Vocabulary(
+        Path(config.model_path) / "tokenizer.json",
+        model_config.vocab_size,
+        model_config.eos_token_id,
+    )
+    constraints = ConstraintBook(GrammarCompiler(vocabulary))
+    sampler = Sampler(model_config.vocab_size, hardware.device, constraints)
     peers = NO_PEERS if group is None else GroupPeers(group.joined.control)
     runner: Runner = _runner(model, pool, host_pool, encoder, sampler=sampler, peers=peers)
     if group is not None:
@@ -173,7 +183,7 @@ def _assemble_leader(config: WorkerConfig, ground: Ground, around: Surroundings)
         page_bytes=pool.shape.bytes_per_page,
     )
     limits = model_limits(model_config, context, hardware.dtype)
-    return Assembly(parts, settings, limits, group)
+    return Assembly(parts, settings, limits, constraints, group)
 
 
 def _load(
@@ -269,6 +279,8 @@ def kernel_shape(model: M3Config, dtype: torch.dtype) -> KernelShape:
         num_local_blocks=model.num_local_blocks,
         vision_heads=model.vision.num_heads,
         vision_head_dim=model.vision.hidden_size // model.vision.num_heads,
+        experts=model.num_experts,
+        experts_per_token=model.num_experts_per_token,
     )
 
 
@@ -279,8 +291,6 @@ def _kernels(name: str, model: M3Config, hardware: Hardware) -> Kernels:
     except KernelUnavailableError as error:
         raise StartupError(str(error)) from error
 
-        experts=model.num_experts,
-        experts_per_token=model.num_experts_per_token,
 
 def _set_threads(config: WorkerConfig, model: M3Model) -> None:
     num_values = sum(parameter.numel() for parameter in model.parameters())

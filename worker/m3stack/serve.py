@@ -176,6 +176,7 @@ class _Worker:
         finally:
             engine.stop()
             await asyncio.to_thread(engine.join)
+            await asyncio.to_thread(assembly.constraints.close)
             if assembly.group is not None:
                 await asyncio.to_thread(assembly.group.stop)
             # the last events are on their way to the calls through this loop
@@ -209,7 +210,7 @@ class _Worker:
         gc.collect()
         gc.freeze()
         engine.start()
-        self._service.open_for(engine, assembly.limits)
+        self._service.open_for(engine, assembly.limits, assembly.constraints.compiler)
         self._admin.open_for(engine)
         return engine
 

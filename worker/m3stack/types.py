@@ -43,6 +43,30 @@ class Sampling:
     banned_token_ids: frozenset[int] = frozenset()
 
 
+class ConstraintKind(Enum):
+    """The language a constraint's text is written in; value = name of the proto field."""
+
+    JSON_SCHEMA = "json_schema"
+    REGEX = "regex"
+    LARK = "lark"
+
+
+@dataclass(frozen=True, slots=True)
+class Constraint:
+    """A language that the output must belong to.
+
+    Attributes:
+        text: the specification, in the language that `kind` names.
+        after_token_id: it begins behind the first generated token with this id; None: at once.
+        param: name of what asked for it, for error messages.
+    """
+
+    kind: ConstraintKind
+    text: str
+    after_token_id: int | None = None
+    param: str = "constraint"
+
+
 @dataclass(frozen=True, slots=True)
 class PatchFormat:
     """How patch bytes are read: u8 rows, `(x / 255 - mean) / std` per channel."""
@@ -92,6 +116,7 @@ class Request:
         priority: larger goes first; 0 is ordinary.
         tenant: on whose behalf; empty is one tenant like any other.
         cache_salt: pages are shared only between requests of equal tenant and salt.
+        constraint: what the output must look like; None: anything.
     """
 
     request_id: str
@@ -102,6 +127,7 @@ class Request:
     priority: int = 0
     tenant: str = ""
     cache_salt: str = ""
+    constraint: Constraint | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import struct
 from collections.abc import Callable, Sequence
+from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -20,7 +21,9 @@ from m3stack.cache.media import MediaLedger
 from m3stack.cache.pages import PageAllocator
 from m3stack.cache.pool import KvPool, PageShape
 from m3stack.cache.prefix import PrefixCache
+from m3stack.engine.constraints import ConstraintBook
 from m3stack.engine.encoder import Encoder
+from m3stack.engine.grammar import GrammarCompiler, Vocabulary
 from m3stack.engine.inputs import InputBuilder
 from m3stack.engine.runner import ModelRunner
 from m3stack.engine.sampler import Sampler
@@ -43,6 +46,9 @@ PATCH_FORMAT = PatchFormat(
     merge_size=2,
 )
 CPU = torch.device("cpu")
+# one id a character; see the maker beside it
+LETTERS = Path(__file__).parents[2] / "data" / "letters" / "tokenizer.json"
+VOCABULARY = Vocabulary(LETTERS, VOCAB, EOS_ID)
 
 
 class HistoryModel:
@@ -250,12 +256,14 @@ class Stack:
         self.encoder = Encoder(
             self.model.encode_media, self.media, CPU, segment_patches=segment_patches
         )
+        # its threads are started by the first constraint only
+        self.constraints = ConstraintBook(GrammarCompiler(VOCABULARY))
         self.runner = ModelRunner(
             self.model.forward,
             self.pool.layers,
             encoder=self.encoder,
             inputs=InputBuilder(PAGE, CPU),
-            sampler=Sampler(VOCAB, CPU),
+            sampler=Sampler(VOCAB, CPU, self.constraints),
             copy_page=self.copier,
         )
         self.limits = limits or SchedulerLimits(

@@ -10,8 +10,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from m3stack.engine.plan import Sampled
 from m3stack.engine.sampler import Sampler, SampleRow, rank_logits
-from m3stack.types import Sampling
+from m3stack.types import Failed, Sampling
 from tests.worker.engine.history_model import CPU, sampling
 
 VOCAB = 17
@@ -33,7 +34,7 @@ def sampler_for(
 
 def draw(request: Sampling, logits: torch.Tensor, index: int = 0) -> int:
     chosen = sampler_for(request).sample(logits, [SampleRow(0, index)])[0]
-    assert chosen is not None
+    assert isinstance(chosen, Sampled)
     return chosen.token_id
 
 
@@ -94,7 +95,7 @@ def test_frequencies_follow_the_plain_distribution(rules: Sampling) -> None:
     counts = dict.fromkeys(expected, 0)
     for index in range(draws):
         chosen = sampler.sample(logits, [SampleRow(0, index)])[0]
-        assert chosen is not None
+        assert isinstance(chosen, Sampled)
         counts[chosen.token_id] += 1
     for token, share in expected.items():
         # 4.5 standard deviations; the draws are fixed by the seed, so this cannot flake
@@ -182,7 +183,7 @@ def test_penalties_follow_their_formulas() -> None:
 
 def token(sampler: Sampler, logits: torch.Tensor, index: int) -> int:
     chosen = sampler.sample(logits, [SampleRow(0, index)])[0]
-    assert chosen is not None
+    assert isinstance(chosen, Sampled)
     return chosen.token_id
 
 
@@ -219,9 +220,9 @@ def test_only_allowed_ids_are_drawn_and_banned_ones_never(
     logits = logits_of(seed)
     chosen = sampler_for(rules).sample(logits, [SampleRow(0, 0)])[0]
     if not left:
-        assert chosen is None
+        assert isinstance(chosen, Failed)
         return
-    assert chosen is not None
+    assert isinstance(chosen, Sampled)
     assert chosen.token_id in left
     if temperature == 0:
         assert chosen.token_id == min(left, key=lambda t: (-logits[0, t].item(), t))
@@ -245,7 +246,7 @@ def test_logprobs_are_the_models_own_whatever_the_rules() -> None:
         temperature=0.5, top_k=3, logit_bias={2: 5.0}, logprobs=True, top_logprobs=4, seed=11
     )
     chosen = sampler_for(rules).sample(logits, [SampleRow(0, 0)])[0]
-    assert chosen is not None
+    assert isinstance(chosen, Sampled)
     assert chosen.logprob is not None
     assert chosen.logprob.logprob == pytest.approx(expected[chosen.token_id].item(), abs=1e-5)
     ranked = sorted(range(VOCAB), key=lambda t: (-logits[0, t].item(), t))[:4]
@@ -256,7 +257,7 @@ def test_logprobs_are_the_models_own_whatever_the_rules() -> None:
 
 def test_zero_top_logprobs_still_gives_the_own_one() -> None:
     chosen = sampler_for(sampling(logprobs=True)).sample(logits_of(4), [SampleRow(0, 0)])[0]
-    assert chosen is not None
+    assert isinstance(chosen, Sampled)
     assert chosen.logprob is not None
     assert chosen.logprob.top == ()
     assert chosen.logprob.logprob < 0
@@ -270,7 +271,7 @@ def test_rows_without_a_finite_choice_are_refused_alone(temperature: float) -> N
     logits[2, 5] = float("inf")
     rules = [sampling(temperature=temperature, logprobs=True) for _ in range(4)]
     chosen = sampler_for(*rules).sample(logits, [SampleRow(handle, 0) for handle in range(4)])
-    assert [chosen[handle] is None for handle in range(4)] == [True, True, True, False]
+    assert [isinstance(chosen[handle], Failed) for handle in range(4)] == [True, True, True, False]
     good = sampler_for(rules[3]).sample(logits[3:], [SampleRow(0, 0)])[0]
     assert chosen[3] == good
 

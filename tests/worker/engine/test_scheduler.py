@@ -232,7 +232,9 @@ def test_single_failures_of_a_step_leave_the_others_alone() -> None:
     drive = Drive(Stack())
     handles = [drive.add(text(prompt_of(3, salt), max_tokens=2)) for salt in range(2)]
     plan = drive.stack.scheduler.plan()
-    result = StepResult(sampled={handles[1]: Sampled(4)}, failures={handles[0]: "bad"})
+    result = StepResult(
+        sampled={handles[1]: Sampled(4)}, failures={handles[0]: Failed(ErrorKind.INTERNAL, "bad")}
+    )
     events = drive.stack.scheduler.commit(plan, result)
     assert (handles[0], Failed(ErrorKind.INTERNAL, "bad")) in events
     assert drive.stack.scheduler.handles == (handles[1],)

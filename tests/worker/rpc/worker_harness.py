@@ -137,7 +137,7 @@ async def worker(stack: Stack | None = None, options: Options = Options()) -> As
         on_exit=lambda failure: None,
     )
     engine.start()
-    service.open_for(engine, LIMITS)
+    service.open_for(engine, LIMITS, stack.constraints.compiler)
     admin = AdminService()
     admin.open_for(engine)
     board.set_load_source(lambda: engine.load)
@@ -180,6 +180,7 @@ async def worker(stack: Stack | None = None, options: Options = Options()) -> As
         await server.stop(0.1)
         engine.stop()
         assert await asyncio.to_thread(engine.join, TIMEOUT_S), "the engine thread hangs"
+        stack.constraints.close()
 
 
 def run(scenario: Callable[[], Awaitable[None]], *, timeout_s: float = 2 * TIMEOUT_S) -> None:

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from m3stack.cache.host import PageCopy
-from m3stack.types import TokenLogprob
+from m3stack.types import Failed, TokenLogprob
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,7 +118,7 @@ class StepResult:
     """
 
     sampled: Mapping[int, Sampled]
-    failures: Mapping[int, str] = field(default_factory=dict[int, str])
+    failures: Mapping[int, Failed] = field(default_factory=dict[int, Failed])
     settled: tuple[int, ...] = ()
     failed_copies: tuple[PageCopy, ...] = ()
 

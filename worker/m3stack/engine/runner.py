@@ -16,7 +16,8 @@ from m3stack.engine.inputs import InputBuilder, media_rows
 from m3stack.engine.plan import FatalStepError, Sampled, StepPlan, StepResult
 from m3stack.engine.sampler import Sampler, SampleRow
 from m3stack.engine.sequence import PlacedMedia, place_media
-from m3stack.types import Request
+from m3stack.errors import ErrorKind
+from m3stack.types import Failed, Request
 
 _log = logging.getLogger(__name__)
 
@@ -110,6 +111,7 @@ class ModelRunner:
                 request.sampling,
                 prompt_token_ids=request.prompt_token_ids,
                 stop_ids=stop_ids,
+                constraint=request.constraint,
             )
         self._encoder.begin(handle, request)
         self._media[handle] = place_media(request)
@@ -135,7 +137,10 @@ class ModelRunner:
         if plan.copies:
             failed_copies = self._peers.union(plan.copies, failed_copies)
         broken = broken_pages(failed_copies)
-        failures = dict(self._encode(plan))
+        failures = {
+            handle: Failed(ErrorKind.INTERNAL, message)
+            for handle, message in self._encode(plan).items()
+        }
         if plan.encodes:
             self._peers.agree(sorted(failures))
         rows = [
@@ -153,8 +158,8 @@ class ModelRunner:
         sampled: dict[int, Sampled] = {}
         if sample_rows and self._sampler is not None:
             for handle, choice in self._sampler.sample(logits_SV, sample_rows).items():
-                if choice is None:
-                    failures[handle] = "the model gave no finite logits"
+                if isinstance(choice, Failed):
+                    failures[handle] = choice
                 else:
                     sampled[handle] = choice
         return StepResult(sampled, failures, settled, failed_copies)

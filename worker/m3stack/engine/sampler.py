@@ -11,11 +11,14 @@ import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
+from m3stack.engine.constraints import ConstraintBook, DeadEnd, Mask
 from m3stack.engine.plan import Sampled
-from m3stack.types import Sampling, TokenLogprob
+from m3stack.errors import ErrorKind
+from m3stack.types import Constraint, Failed, Sampling, TokenLogprob
 
 _NO_TOKEN = -1
 # the widest top-k for which picking the largest beats sorting the vocabulary
@@ -67,11 +70,15 @@ class Sampler:
     Args:
         vocab_size: width of the logits.
         device: where they are.
+        constraints: follows requests with a constraint; None where there cannot be any.
     """
 
-    def __init__(self, vocab_size: int, device: torch.device) -> None:
+    def __init__(
+        self, vocab_size: int, device: torch.device, constraints: ConstraintBook | None = None
+    ) -> None:
         self._vocab_size = vocab_size
         self._device = device
+        self._constraints = constraints
         self._rules: dict[int, _Rules] = {}
 
     def begin(
@@ -81,6 +88,7 @@ class Sampler:
         *,
         prompt_token_ids: Sequence[int],
         stop_ids: frozenset[int],
+        constraint: Constraint | None = None,
     ) -> None:
         """Prepares for a request; `stop_ids` are those that really end it."""
         counts = prompt_seen = None
@@ -95,23 +103,36 @@ class Sampler:
             bias[list(sampling.logit_bias)] = torch.tensor(
                 list(sampling.logit_bias.values()), dtype=torch.float32, device=self._device
             )
-        stop = self._mask(sorted(stop_ids)) if sampling.min_tokens and stop_ids else None
-        banned = self._banned(sampling)
+        stop = banned = None
+        if constraint is None:
+            stop = self._mask(sorted(stop_ids)) if sampling.min_tokens and stop_ids else None
+            banned = self._banned(sampling)
+        else:
+            # its masks know of ends and bans, and where one has to give way to another
+            assert self._constraints is not None
+            self._constraints.begin(handle, constraint, sampling, end_ids=stop_ids)
         self._rules[handle] = _Rules(sampling, bias, banned, stop, prompt_seen, counts)
 
     def forget(self, handle: int) -> None:
         """Drops what `begin` made."""
         self._rules.pop(handle, None)
+        if self._constraints is not None:
+            self._constraints.forget(handle)
 
-    def sample(self, logits_SV: Tensor, rows: Sequence[SampleRow]) -> Mapping[int, Sampled | None]:
-        """One token a row, by handle; None where the logits allow no choice (NaN, no finite one).
+    def sample(
+        self, logits_SV: Tensor, rows: Sequence[SampleRow]
+    ) -> Mapping[int, Sampled | Failed]:
+        """One token a row, by handle; Failed where logits or constraint allow no choice.
 
         Args:
             logits_SV: fp32 [S, V]; not changed.
             rows: one entry a row.
         """
         rules = [self._rules[row.handle] for row in rows]
-        adjusted_SV = self._adjust(logits_SV, rows, rules)
+        masks = {}
+        if self._constraints is not None:
+            masks = self._constraints.masks([row.handle for row in rows])
+        adjusted_SV = self._adjust(logits_SV, rows, rules, masks)
         chosen_S = adjusted_SV.argmax(-1)
         random = [index for index, rule in enumerate(rules) if rule.sampling.temperature > 0]
         if random:
@@ -129,10 +150,19 @@ class Sampler:
         logprobs = self._logprobs(logits_SV, chosen_S, rules)
         # the one copy to the host of a step
         token_ids = chosen_S.tolist()
-        return {
-            row.handle: None if token == _NO_TOKEN else Sampled(token, logprob)
-            for row, token, logprob in zip(rows, token_ids, logprobs, strict=True)
-        }
+        result: dict[int, Sampled | Failed] = {}
+        for row, token_id, logprob in zip(rows, token_ids, logprobs, strict=True):
+            mask = masks.get(row.handle)
+            if isinstance(mask, DeadEnd):
+                result[row.handle] = Failed(ErrorKind.INVALID_REQUEST, mask.message, mask.param)
+            elif token_id == _NO_TOKEN:
+                result[row.handle] = Failed(ErrorKind.INTERNAL, "the model gave no finite logits")
+            else:
+                result[row.handle] = Sampled(token_id, logprob)
+                if mask is not None:
+                    assert self._constraints is not None
+                    self._constraints.took(row.handle, token_id, row.output_index)
+        return result
 
     def _banned(self, sampling: Sampling) -> Tensor | None:
         if not (sampling.allowed_token_ids or sampling.banned_token_ids):
@@ -148,9 +178,13 @@ class Sampler:
         return mask
 
     def _adjust(
-        self, logits_SV: Tensor, rows: Sequence[SampleRow], rules: Sequence[_Rules]
+        self,
+        logits_SV: Tensor,
+        rows: Sequence[SampleRow],
+        rules: Sequence[_Rules],
+        masks: Mapping[int, Mask | DeadEnd],
     ) -> Tensor:
-        if not any(rule.changes_logits for rule in rules):
+        if not masks and not any(rule.changes_logits for rule in rules):
             return logits_SV
         adjusted_SV = logits_SV.clone()
         for index, (row, rule) in enumerate(zip(rows, rules, strict=True)):
@@ -163,7 +197,30 @@ class Sampler:
                 logits_V.masked_fill_(rule.banned_V, float("-inf"))
             if rule.stop_V is not None and row.output_index < sampling.min_tokens:
                 logits_V.masked_fill_(rule.stop_V, float("-inf"))
+        if masks:
+            self._constrain(adjusted_SV, rows, masks)
         return adjusted_SV
+
+    def _constrain(
+        self, logits_SV: Tensor, rows: Sequence[SampleRow], masks: Mapping[int, Mask | DeadEnd]
+    ) -> None:
+        """Takes away, in place, what the rows' masks do not allow."""
+        indices: list[int] = []
+        chosen: list[Mask] = []
+        for index, row in enumerate(rows):
+            mask = masks.get(row.handle)
+            if mask is not None and not isinstance(mask, DeadEnd):
+                indices.append(index)
+                chosen.append(mask)
+        if not indices:
+            return
+        words_RW = torch.from_numpy(np.stack(chosen))
+        if self._device.type == "cuda":
+            words_RW = words_RW.pin_memory().to(self._device, non_blocking=True)
+        bit_32 = torch.arange(32, dtype=torch.int32, device=self._device)
+        allowed_RV = ((words_RW[:, :, None] >> bit_32) & 1).flatten(1)[:, : self._vocab_size]
+        rows_R = torch.tensor(indices, device=self._device)
+        logits_SV[rows_R] = logits_SV[rows_R].masked_fill(allowed_RV == 0, float("-inf"))
 
     def _logprobs(
         self, logits_SV: Tensor, chosen_S: Tensor, rules: Sequence[_Rules]

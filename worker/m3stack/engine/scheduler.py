@@ -183,9 +183,9 @@ class Scheduler:
                     self._underway.computed(sequence, key)
             if row.output_index is not None:
                 events.extend(self._accept(sequence, result))
-        for handle, message in result.failures.items():
+        for handle, failure in result.failures.items():
             self._end(self._by_handle[handle])
-            events.append((handle, Failed(ErrorKind.INTERNAL, message)))
+            events.append((handle, failure))
         return events
 
     def abandon(self, plan: StepPlan, message: str) -> list[tuple[int, Event]]:

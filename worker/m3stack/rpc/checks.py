@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 from m3stack.engine.waiting import MAX_PRIORITY
 from m3stack.errors import ErrorKind, WorkerError
+from m3stack.rpc.constraints import read_constraint
 from m3stack.types import MediaItem, MediaKind, PatchFormat, Request, Sampling, Span
 from m3stack.worker.v1 import worker_pb2 as pb
 
@@ -60,7 +61,7 @@ class ModelLimits:
 
 
 def read_header(header: pb.GenerateHeader, limits: ModelLimits) -> Request:
-    """The request a header describes, its patches still to come.
+    """The request a header describes, its patches still to come and its constraint not compiled.
 
     Raises:
         WorkerError: names the field at fault, its value and the limit.
@@ -82,6 +83,9 @@ def read_header(header: pb.GenerateHeader, limits: ModelLimits) -> Request:
     _check_prompt(prompt, limits)
     sampling = _read_sampling(header, limits)
     _check_context(len(prompt), sampling, limits)
+    constraint = read_constraint(
+        header, sampling, eos_token_id=limits.eos_token_id, vocab_size=limits.vocab_size
+    )
     patch_format = _read_patch_format(header, limits)
     media = tuple(
         _read_item(item, f"media[{index}]", limits) for index, item in enumerate(header.media)
@@ -96,6 +100,7 @@ def read_header(header: pb.GenerateHeader, limits: ModelLimits) -> Request:
         priority=header.priority,
         tenant=header.tenant,
         cache_salt=header.cache_salt,
+        constraint=constraint,
     )
 
 

@@ -7,6 +7,8 @@ from collections.abc import Sequence
 from m3stack.engine.account import Account
 from m3stack.errors import ErrorKind, WorkerError
 from m3stack.types import (
+    Constraint,
+    ConstraintKind,
     Event,
     Finished,
     FinishReason,
@@ -107,7 +109,29 @@ def header_to_proto(request: Request, fingerprint: bytes) -> pb.GenerateHeader:
     )
     if request.patch_format is not None:
         header.patch_format.CopyFrom(_patch_format_to_proto(request.patch_format))
+    if request.constraint is not None:
+        header.constraint.CopyFrom(_constraint_to_proto(request.constraint))
     return header
+
+
+def _constraint_to_proto(constraint: Constraint) -> pb.Constraint:
+    given = pb.Constraint(param=constraint.param, after_token_id=constraint.after_token_id)
+    setattr(given, constraint.kind.value, constraint.text)
+    return given
+
+
+def constraint_from_proto(header: pb.GenerateHeader) -> Constraint | None:
+    """The constraint of a header that names one; its kind must be set."""
+    if not header.HasField("constraint"):
+        return None
+    given = header.constraint
+    kind = ConstraintKind(given.WhichOneof("spec"))
+    return Constraint(
+        kind,
+        getattr(given, kind.value),
+        given.after_token_id if given.HasField("after_token_id") else None,
+        given.param or f"constraint.{kind.value}",
+    )
 
 
 def _sampling_to_proto(sampling: Sampling) -> pb.Sampling:
@@ -245,6 +269,7 @@ def request_from_header(header: pb.GenerateHeader, patches: Sequence[bytes]) -> 
         priority=header.priority,
         tenant=header.tenant,
         cache_salt=header.cache_salt,
+        constraint=constraint_from_proto(header),
     )
 
 

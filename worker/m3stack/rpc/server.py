@@ -13,10 +13,12 @@ from typing import Protocol
 import grpc
 
 from m3stack.cache.media import MediaClaim, media_key
+from m3stack.engine.grammar import GrammarCompiler
 from m3stack.errors import GRPC_STATUS_NAME, ErrorKind, WorkerError
 from m3stack.rpc import convert
 from m3stack.rpc.admission import MediaAdmission, MediaDemand, Reservation
 from m3stack.rpc.checks import ModelLimits, merged_tokens, patch_bytes, read_header
+from m3stack.rpc.constraints import compile_constraint
 from m3stack.rpc.sessions import Session, SessionTable
 from m3stack.rpc.status import StatusBoard, WatchTiming
 from m3stack.rpc.upload import NeededItem, Upload
@@ -66,6 +68,7 @@ class _Target:
 
     engine: RequestSink
     limits: ModelLimits
+    grammars: GrammarCompiler
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,9 +92,9 @@ class WorkerService(pb_grpc.WorkerServiceServicer):
         self._settings = settings
         self._target: _Target | None = None
 
-    def open_for(self, engine: RequestSink, limits: ModelLimits) -> None:
-        """Requests within `limits` go to `engine` from now on."""
-        self._target = _Target(engine, limits)
+    def open_for(self, engine: RequestSink, limits: ModelLimits, grammars: GrammarCompiler) -> None:
+        """Requests within `limits` go to `engine` from now on, their constraints compiled."""
+        self._target = _Target(engine, limits, grammars)
 
     async def Generate(self, request_iterator: object, context: Call) -> None:
         request_id = "?"
@@ -167,6 +170,8 @@ class WorkerService(pb_grpc.WorkerServiceServicer):
             raise WorkerError(
                 ErrorKind.OVERLOADED, f"{queued} requests are waiting, the limit is {most}"
             )
+        if request.constraint is not None:
+            await compile_constraint(target.grammars, request.constraint)
         loop = asyncio.get_running_loop()
         began_at = loop.time()
         session = parts.sessions.open()
