@@ -55,7 +55,8 @@ impl WorkerService for Scripted {
     ) -> Result<Response<Self::WatchStream>, Status> {
         let message = |identity| {
             let state = proto::WorkerState::Ready.into();
-            Ok(proto::WatchResponse { identity, state, load: Some(proto::Load::default()) })
+            let load = Some(proto::Load::default());
+            Ok(proto::WatchResponse { identity, state, load, cache: None })
         };
         let first = stream::iter([message(Some(self.identity.clone()))]);
         let pulse = stream::unfold((), move |()| async move {

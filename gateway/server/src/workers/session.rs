@@ -80,7 +80,7 @@ impl Session {
         let mut client =
             proto::worker_service_client::WorkerServiceClient::new(self.channel.clone());
         let heartbeat_ms = HEARTBEAT.as_millis() as u32;
-        let opening = client.watch(proto::WatchRequest { heartbeat_ms });
+        let opening = client.watch(proto::WatchRequest { heartbeat_ms, cache_events: true });
         let mut stream = match tokio::time::timeout(MAX_SILENCE, opening).await {
             Err(_) => return "it does not answer".into(),
             Ok(Err(status)) => return reason_of(&status),

@@ -202,6 +202,7 @@ impl WorkerService for Service {
                     identity: identity.take(),
                     state: now.into(),
                     load: Some(load),
+                    cache: None,
                 };
                 if sender.send(Ok(message)).await.is_err() {
                     return;

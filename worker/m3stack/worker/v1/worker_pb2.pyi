@@ -304,20 +304,36 @@ class ErrorDetail(_message.Message):
     def __init__(self, kind: _Optional[_Union[ErrorKind, str]] = ..., message: _Optional[str] = ..., param: _Optional[str] = ...) -> None: ...
 
 class WatchRequest(_message.Message):
-    __slots__ = ("heartbeat_ms",)
+    __slots__ = ("heartbeat_ms", "cache_events")
     HEARTBEAT_MS_FIELD_NUMBER: _ClassVar[int]
+    CACHE_EVENTS_FIELD_NUMBER: _ClassVar[int]
     heartbeat_ms: int
-    def __init__(self, heartbeat_ms: _Optional[int] = ...) -> None: ...
+    cache_events: bool
+    def __init__(self, heartbeat_ms: _Optional[int] = ..., cache_events: _Optional[bool] = ...) -> None: ...
 
 class WatchResponse(_message.Message):
-    __slots__ = ("identity", "state", "load")
+    __slots__ = ("identity", "state", "load", "cache")
     IDENTITY_FIELD_NUMBER: _ClassVar[int]
     STATE_FIELD_NUMBER: _ClassVar[int]
     LOAD_FIELD_NUMBER: _ClassVar[int]
+    CACHE_FIELD_NUMBER: _ClassVar[int]
     identity: Identity
     state: WorkerState
     load: Load
-    def __init__(self, identity: _Optional[_Union[Identity, _Mapping]] = ..., state: _Optional[_Union[WorkerState, str]] = ..., load: _Optional[_Union[Load, _Mapping]] = ...) -> None: ...
+    cache: CacheEvents
+    def __init__(self, identity: _Optional[_Union[Identity, _Mapping]] = ..., state: _Optional[_Union[WorkerState, str]] = ..., load: _Optional[_Union[Load, _Mapping]] = ..., cache: _Optional[_Union[CacheEvents, _Mapping]] = ...) -> None: ...
+
+class CacheEvents(_message.Message):
+    __slots__ = ("is_restart", "epoch", "added", "removed")
+    IS_RESTART_FIELD_NUMBER: _ClassVar[int]
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    ADDED_FIELD_NUMBER: _ClassVar[int]
+    REMOVED_FIELD_NUMBER: _ClassVar[int]
+    is_restart: bool
+    epoch: int
+    added: _containers.RepeatedScalarFieldContainer[int]
+    removed: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, is_restart: _Optional[bool] = ..., epoch: _Optional[int] = ..., added: _Optional[_Iterable[int]] = ..., removed: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class Identity(_message.Message):
     __slots__ = ("worker_id", "version", "model_name", "facts", "fingerprint", "max_context_tokens", "page_tokens")
@@ -360,20 +376,22 @@ class ModelFacts(_message.Message):
     def __init__(self, model_type: _Optional[str] = ..., vocab_size: _Optional[int] = ..., image_token_id: _Optional[int] = ..., video_token_id: _Optional[int] = ..., eos_token_id: _Optional[int] = ..., patch_size: _Optional[int] = ..., temporal_patch_size: _Optional[int] = ..., merge_size: _Optional[int] = ..., max_position_embeddings: _Optional[int] = ...) -> None: ...
 
 class Load(_message.Message):
-    __slots__ = ("running_requests", "waiting_requests", "waiting_prompt_tokens", "used_pages", "total_pages", "steps")
+    __slots__ = ("running_requests", "waiting_requests", "waiting_prompt_tokens", "used_pages", "total_pages", "steps", "prompt_tokens_per_s")
     RUNNING_REQUESTS_FIELD_NUMBER: _ClassVar[int]
     WAITING_REQUESTS_FIELD_NUMBER: _ClassVar[int]
     WAITING_PROMPT_TOKENS_FIELD_NUMBER: _ClassVar[int]
     USED_PAGES_FIELD_NUMBER: _ClassVar[int]
     TOTAL_PAGES_FIELD_NUMBER: _ClassVar[int]
     STEPS_FIELD_NUMBER: _ClassVar[int]
+    PROMPT_TOKENS_PER_S_FIELD_NUMBER: _ClassVar[int]
     running_requests: int
     waiting_requests: int
     waiting_prompt_tokens: int
     used_pages: int
     total_pages: int
     steps: int
-    def __init__(self, running_requests: _Optional[int] = ..., waiting_requests: _Optional[int] = ..., waiting_prompt_tokens: _Optional[int] = ..., used_pages: _Optional[int] = ..., total_pages: _Optional[int] = ..., steps: _Optional[int] = ...) -> None: ...
+    prompt_tokens_per_s: float
+    def __init__(self, running_requests: _Optional[int] = ..., waiting_requests: _Optional[int] = ..., waiting_prompt_tokens: _Optional[int] = ..., used_pages: _Optional[int] = ..., total_pages: _Optional[int] = ..., steps: _Optional[int] = ..., prompt_tokens_per_s: _Optional[float] = ...) -> None: ...
 
 class FlushPrefixCacheRequest(_message.Message):
     __slots__ = ()
