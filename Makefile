@@ -49,7 +49,7 @@ test-rust: build ## unit, property and HTTP tests of the gateway
 test-python: build ## the worker, parity with transformers, and the whole system end to end
 	@OMP_NUM_THREADS=1 $(BIN)/pytest
 
-lint: build ## formatting, lints, types, dependency rules, line budget, generated code
+lint: build ## formatting, lints, types, dependencies, line budget, generated code, images
 	@cargo fmt --all --check
 	@cargo clippy --locked --workspace --all-targets --quiet -- -D warnings
 	@$(BIN)/ruff format --check worker tests examples scripts
@@ -58,6 +58,9 @@ lint: build ## formatting, lints, types, dependency rules, line budget, generate
 	@$(BIN)/lint-imports --no-cache
 	@$(BIN)/buf lint
 	@$(BIN)/python scripts/check_tree.py
+	@$(BIN)/python scripts/supply.py check
+	@$(BIN)/python scripts/make_dashboard.py --check
+	@$(BIN)/hadolint --config deploy/hadolint.yaml deploy/Dockerfile.*
 
 proto: $(VENV)/.packages ## regenerate the Python side of the proto
 	@$(BIN)/python -m grpc_tools.protoc -Iproto --python_out=worker --pyi_out=worker \
@@ -70,9 +73,10 @@ bench: build ## the gateway in release, against a scripted worker
 	@cargo build --locked --release -p gateway-server --bin m3stack-gateway --examples
 	@$(BIN)/m3stack bench gateway
 
-release: $(VENV)/.packages ## an optimised wheel in dist/ and the gateway binary in target/release/
+release: $(VENV)/.packages ## an optimised wheel and its bill of materials in dist/, the gateway in target/release/
 	@cargo build --locked --release -p gateway-server --bin m3stack-gateway
 	@$(BIN)/maturin build --locked --release --out dist
+	@$(BIN)/python scripts/supply.py sbom dist/m3stack.cdx.json
 
 clean: ## remove what was built
 	@rm -rf target dist $(VENV)
