@@ -13,6 +13,7 @@ from m3stack.kernels.attention import with_torch
 from m3stack.kernels.attention.with_flashinfer import FlashInferAttention
 from m3stack.kernels.build import KernelUnavailableError
 from m3stack.kernels.interface import Kernels
+from m3stack.kernels.msa.candidates_with_cuda import CandidateLibrary, CudaCandidates
 from m3stack.kernels.msa.with_cuda import CudaMsa
 from m3stack.kernels.reference_table import reference_kernels
 from m3stack.kernels.self_check import check_operation
@@ -130,8 +131,11 @@ def _operations(rung: BackEnd, shape: KernelShape, device: torch.device) -> dict
 
 def _cuda_operations(shape: KernelShape, device: torch.device) -> dict[str, Callable]:
     msa = CudaMsa(shape)
+    candidates = CudaCandidates(CandidateLibrary(), msa.decode, msa.prefill)
     operations: dict[str, Callable] = {
         "choose_blocks": msa.choose_blocks,
+        "choose_candidates": candidates.choose_candidates,
+        "merge_candidates": candidates.merge_candidates,
         "block_attention": msa.block_attention,
     }
     if CudaExperts is not None:

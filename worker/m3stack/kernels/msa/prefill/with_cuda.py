@@ -116,6 +116,15 @@ class KeyMajorLists:
     partial_lse_TKH: Tensor
 
 
+@dataclass(frozen=True, slots=True)
+class ScoredTiles:
+    """What scoring leaves: the arguments for the kernels that merge it, and what they point to."""
+
+    arguments: ScoreArguments
+    integers: Tensor
+    lists: Tensor
+
+
 class CudaPrefill:
     """The two prefill operations, bound to one built library."""
 
@@ -155,10 +164,32 @@ class CudaPrefill:
         """
         _check_choice(index_q_TGD, index_k_PBD, num_blocks, num_local_blocks)
         num_tokens, groups, _ = index_q_TGD.shape
-        device = index_q_TGD.device
-        chosen_GTK = torch.empty(groups, num_tokens, num_blocks, dtype=torch.int32, device=device)
+        chosen_GTK = torch.empty(
+            groups, num_tokens, num_blocks, dtype=torch.int32, device=index_q_TGD.device
+        )
         if num_tokens == 0:
             return chosen_GTK
+        scored = self.score(index_q_TGD, index_k_PBD, rows, num_blocks, num_local_blocks)
+        scored.arguments.chosen = chosen_GTK.data_ptr()
+        self.library.launch("m3_prefill_rank", scored.arguments)
+        return chosen_GTK
+
+    def score(
+        self,
+        index_q_TGD: Tensor,
+        index_k_PBD: Tensor,
+        rows: PagedRows,
+        num_blocks: int,
+        num_local_blocks: int,
+    ) -> ScoredTiles:
+        """Scores every block of at least one row; lists of the best are left, not yet merged.
+
+        Raises:
+            UnsupportedShapeError: as `choose_blocks`.
+        """
+        _check_choice(index_q_TGD, index_k_PBD, num_blocks, num_local_blocks)
+        num_tokens, groups, _ = index_q_TGD.shape
+        device = index_q_TGD.device
         num_sequences = rows.seq_lens_S.shape[0]
         num_tiles = -(-num_tokens * groups // SCORE_TILE_ROWS) + num_sequences
         workers = self.library.num_processors
@@ -174,7 +205,6 @@ class CudaPrefill:
             sequence_tiles=integers[4 * num_tiles :].data_ptr(),
             work_start=integers[4 * num_tiles + num_sequences + 2 :].data_ptr(),
             lists=lists.data_ptr(),
-            chosen=chosen_GTK.data_ptr(),
             num_tokens=num_tokens,
             num_groups=groups,
             num_tiles=num_tiles,
@@ -186,8 +216,7 @@ class CudaPrefill:
         maps = self.library.encode([(index_k_PBD, (1, BLOCK_TOKENS, 64))])
         self.library.launch("m3_prefill_plan", arguments)
         self.library.launch("m3_prefill_score", arguments, maps.address)
-        self.library.launch("m3_prefill_rank", arguments)
-        return chosen_GTK
+        return ScoredTiles(arguments, integers, lists)
 
     def block_attention(
         self, q_THD: Tensor, pages: LayerPages, blocks_GTK: Tensor, rows: PagedRows, scale: float
