@@ -1,4 +1,4 @@
-"""Candidates on a GPU: what ranks with parts choose is what the same kernels choose of the whole."""
+"""Candidates on a GPU: ranks with parts choose what the same kernels choose of the whole."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ SHAPES = {
 
 @pytest.fixture(scope="module")
 def msa() -> CudaMsa:
-    return CudaMsa(KernelShape(torch.bfloat16, 64, 4, 128, 64, 128, CHOSEN, 1, 16, 80))
+    return CudaMsa(KernelShape(torch.bfloat16, 64, 4, 128, 64, 128, CHOSEN, 1, 16, 80, 128, 4))
 
 
 @pytest.fixture(scope="module")
