@@ -10,8 +10,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from m3stack.engine.choosing import rank_logits
 from m3stack.engine.plan import Sampled
-from m3stack.engine.sampler import Sampler, SampleRow, rank_logits
+from m3stack.engine.sampler import Sampler, SampleRow
 from m3stack.types import Failed, Sampling
 from tests.worker.engine.history_model import CPU, sampling
 

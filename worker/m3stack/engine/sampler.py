@@ -7,7 +7,6 @@ every operation works along the vocabulary only, and randomness is a function of
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -15,14 +14,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from m3stack.engine.choosing import pick, rank_logits, uniform
 from m3stack.engine.constraints import ConstraintBook, DeadEnd, Mask
 from m3stack.engine.plan import Sampled
+from m3stack.engine.transfer import HostCopy, to_device
 from m3stack.errors import ErrorKind
 from m3stack.types import Constraint, Failed, Sampling, TokenLogprob
 
 _NO_TOKEN = -1
-# the widest top-k for which picking the largest beats sorting the vocabulary
-_NARROW_TOP_K = 256
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,6 +30,39 @@ class SampleRow:
 
     handle: int
     output_index: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Logprobs:
+    """Log-probabilities on their way to the host.
+
+    Attributes:
+        asked: which rows want them, A.
+        ids_AK, values_AK: the best alternatives of each.
+        own_A: that of the chosen token.
+    """
+
+    asked: list[int]
+    ids_AK: HostCopy
+    values_AK: HostCopy
+    own_A: HostCopy
+
+
+@dataclass(frozen=True, slots=True)
+class Draw:
+    """Tokens that are being chosen.
+
+    Attributes:
+        rows: whose.
+        chosen_S: int64, on the device; negative where there is no choice.
+    """
+
+    rows: tuple[SampleRow, ...]
+    chosen_S: Tensor
+    _chosen: HostCopy
+    _masks: Mapping[int, Mask | DeadEnd]
+    _logprobs: _Logprobs | None
+    _alternatives: list[int]
 
 
 @dataclass(slots=True)
@@ -119,6 +151,10 @@ class Sampler:
         if self._constraints is not None:
             self._constraints.forget(handle)
 
+    def knows(self, handle: int) -> bool:
+        """Whether a request has begun and is not forgotten."""
+        return handle in self._rules
+
     def sample(
         self, logits_SV: Tensor, rows: Sequence[SampleRow]
     ) -> Mapping[int, Sampled | Failed]:
@@ -128,31 +164,53 @@ class Sampler:
             logits_SV: fp32 [S, V]; not changed.
             rows: one entry a row.
         """
+        return self.collect(self.draw(logits_SV, rows))
+
+    def draw(self, logits_SV: Tensor, rows: Sequence[SampleRow]) -> Draw:
+        """Begins to choose one token a row; waits for constraints, not for the device.
+
+        What the rows' requests chose before must have been collected.
+        """
         rules = [self._rules[row.handle] for row in rows]
-        masks = {}
+        masks: Mapping[int, Mask | DeadEnd] = {}
         if self._constraints is not None:
             masks = self._constraints.masks([row.handle for row in rows])
         adjusted_SV = self._adjust(logits_SV, rows, rules, masks)
         chosen_S = adjusted_SV.argmax(-1)
         random = [index for index, rule in enumerate(rules) if rule.sampling.temperature > 0]
         if random:
-            picked = _pick(
-                adjusted_SV[random],
+            is_all = len(random) == len(rows)
+            index_R = to_device(random, self._device, torch.int64)
+            picked = pick(
+                adjusted_SV if is_all else adjusted_SV.index_select(0, index_R),
                 [rules[index].sampling for index in random],
-                [_uniform(rules[i].sampling.seed, rows[i].output_index) for i in random],
+                [uniform(rules[i].sampling.seed, rows[i].output_index) for i in random],
             )
-            chosen_S = chosen_S.index_copy(0, torch.tensor(random, device=self._device), picked)
+            chosen_S = chosen_S.index_copy(0, index_R, picked)
         best_S = adjusted_SV.amax(-1)  # NaN if any entry is
         chosen_S = torch.where(best_S.isfinite(), chosen_S, _NO_TOKEN)
         for index, rule in enumerate(rules):
             if rule.output_counts_V is not None:
-                rule.output_counts_V[chosen_S[index].clamp(min=0)] += 1
-        logprobs = self._logprobs(logits_SV, chosen_S, rules)
-        # the one copy to the host of a step
-        token_ids = chosen_S.tolist()
+                chosen_1 = chosen_S[index : index + 1].clamp(min=0)
+                ones_1 = torch.ones(1, dtype=torch.float32, device=self._device)
+                rule.output_counts_V.scatter_add_(0, chosen_1, ones_1)
+        return Draw(
+            tuple(rows),
+            chosen_S,
+            # the one copy to the host of a step, but for log-probabilities
+            HostCopy(chosen_S),
+            masks,
+            self._logprobs(logits_SV, chosen_S, rules),
+            [rule.sampling.top_logprobs for rule in rules],
+        )
+
+    def collect(self, draw: Draw) -> Mapping[int, Sampled | Failed]:
+        """What was chosen, by handle, once it is; results of forgotten requests mean nothing."""
+        logprobs = _read_logprobs(draw._logprobs, draw._alternatives)
         result: dict[int, Sampled | Failed] = {}
-        for row, token_id, logprob in zip(rows, token_ids, logprobs, strict=True):
-            mask = masks.get(row.handle)
+        token_ids: list[int] = draw._chosen.get().tolist()
+        for row, token_id, logprob in zip(draw.rows, token_ids, logprobs, strict=True):
+            mask = draw._masks.get(row.handle)
             if isinstance(mask, DeadEnd):
                 result[row.handle] = Failed(ErrorKind.INVALID_REQUEST, mask.message, mask.param)
             elif token_id == _NO_TOKEN:
@@ -214,31 +272,41 @@ class Sampler:
                 chosen.append(mask)
         if not indices:
             return
-        words_RW = torch.from_numpy(np.stack(chosen))
-        if self._device.type == "cuda":
-            words_RW = words_RW.pin_memory().to(self._device, non_blocking=True)
+        words_RW = to_device(torch.from_numpy(np.stack(chosen)), self._device)
         bit_32 = torch.arange(32, dtype=torch.int32, device=self._device)
         allowed_RV = ((words_RW[:, :, None] >> bit_32) & 1).flatten(1)[:, : self._vocab_size]
-        rows_R = torch.tensor(indices, device=self._device)
-        logits_SV[rows_R] = logits_SV[rows_R].masked_fill(allowed_RV == 0, float("-inf"))
+        rows_R = to_device(indices, self._device, torch.int64)
+        kept_RV = logits_SV.index_select(0, rows_R).masked_fill(allowed_RV == 0, float("-inf"))
+        logits_SV.index_copy_(0, rows_R, kept_RV)
 
     def _logprobs(
         self, logits_SV: Tensor, chosen_S: Tensor, rules: Sequence[_Rules]
-    ) -> list[TokenLogprob | None]:
+    ) -> _Logprobs | None:
         asked = [index for index, rule in enumerate(rules) if rule.sampling.logprobs]
-        result: list[TokenLogprob | None] = [None] * len(rules)
         if not asked:
-            return result
-        logprobs_SV = logits_SV[asked].log_softmax(-1)
+            return None
+        index_A = to_device(asked, self._device, torch.int64)
+        logprobs_AV = logits_SV.index_select(0, index_A).log_softmax(-1)
         width = max(rules[index].sampling.top_logprobs for index in asked)
-        ids_SK, values_SK = rank_logits(logprobs_SV, width)
-        ids, values = ids_SK.tolist(), values_SK.tolist()
-        own = logprobs_SV.gather(-1, chosen_S[asked].clamp(min=0)[:, None])[:, 0].tolist()
-        for position, index in enumerate(asked):
-            count = rules[index].sampling.top_logprobs
-            alternatives = zip(ids[position][:count], values[position][:count], strict=True)
-            result[index] = TokenLogprob(own[position], tuple(alternatives))
-        return result
+        ids_AK, values_AK = rank_logits(logprobs_AV, width)
+        chosen_A = chosen_S.index_select(0, index_A).clamp(min=0)
+        own_A = logprobs_AV.gather(-1, chosen_A[:, None])[:, 0]
+        return _Logprobs(asked, HostCopy(ids_AK), HostCopy(values_AK), HostCopy(own_A))
+
+
+def _read_logprobs(
+    logprobs: _Logprobs | None, alternatives: Sequence[int]
+) -> list[TokenLogprob | None]:
+    """One entry a row; `alternatives` says how many each asked for."""
+    result: list[TokenLogprob | None] = [None] * len(alternatives)
+    if logprobs is not None:
+        parts = (logprobs.ids_AK, logprobs.values_AK, logprobs.own_A)
+        ids, values, own = (part.get().tolist() for part in parts)
+        for position, index in enumerate(logprobs.asked):
+            count = alternatives[index]
+            best = zip(ids[position][:count], values[position][:count], strict=True)
+            result[index] = TokenLogprob(own[position], tuple(best))
+    return result
 
 
 def _penalise(logits_V: Tensor, rule: _Rules) -> None:
@@ -252,87 +320,3 @@ def _penalise(logits_V: Tensor, rule: _Rules) -> None:
         logits_V.copy_(torch.where(seen_V, punished_V, logits_V))
     logits_V -= sampling.presence_penalty * (counts_V > 0)
     logits_V -= sampling.frequency_penalty * counts_V
-
-
-def _pick(logits_RV: Tensor, samplings: Sequence[Sampling], uniforms: Sequence[float]) -> Tensor:
-    """Draws one id a row from the filtered distribution: int64 [R].
-
-    Rows with a small top-k rank only that many tokens; the others need the whole order. Which of
-    the two a row takes depends on itself alone, and so does its result.
-    """
-    narrow = [i for i, s in enumerate(samplings) if 0 < s.top_k <= _NARROW_TOP_K]
-    wide = [i for i, s in enumerate(samplings) if not 0 < s.top_k <= _NARROW_TOP_K]
-    picked_R = torch.empty(len(samplings), dtype=torch.int64, device=logits_RV.device)
-    for indices in (narrow, wide):
-        if not indices:
-            continue
-        rows = torch.tensor(indices, device=logits_RV.device)
-        rules = [samplings[index] for index in indices]
-        largest = max(rule.top_k for rule in rules) if indices is narrow else None
-        ids_RK, values_RK = rank_logits(logits_RV[rows], largest)
-        place_R = _draw(values_RK, rules, [uniforms[index] for index in indices])
-        picked_R[rows] = ids_RK.gather(-1, place_R[:, None])[:, 0]
-    return picked_R
-
-
-def rank_logits(logits_RV: Tensor, count: int | None) -> tuple[Tensor, Tensor]:
-    """The largest logits of each row, in a total order: descending, then by lower id.
-
-    Args:
-        logits_RV: fp32 [R, V].
-        count: how many, K; None ranks all.
-
-    Returns:
-        Ids int64 [R, K] and logits fp32 [R, K].
-    """
-    width = logits_RV.shape[-1]
-    if count is None or count >= width:
-        order = logits_RV.sort(dim=-1, descending=True, stable=True)
-        return order.indices, order.values
-    # one integer key a token makes the order total: the float's bits as an ordered number above,
-    # the reversed id below; adding 0 turns -0 into +0
-    bits_RV = (logits_RV + 0.0).view(torch.int32)
-    ordered_RV = torch.where(bits_RV < 0, bits_RV ^ 0x7FFFFFFF, bits_RV).to(torch.int64)
-    reversed_V = torch.arange(width - 1, -1, -1, device=logits_RV.device)
-    ids_RK = ((ordered_RV << 32) + reversed_V).topk(count, dim=-1).indices
-    return ids_RK, logits_RV.gather(-1, ids_RK)
-
-
-def _draw(values_RK: Tensor, samplings: Sequence[Sampling], uniforms: Sequence[float]) -> Tensor:
-    """Draws a place in each row of descending logits: int64 [R]."""
-    device = values_RK.device
-
-    def column(values: Sequence[float]) -> Tensor:
-        return torch.tensor(values, dtype=torch.float64, device=device)[:, None]
-
-    temperature = column([sampling.temperature for sampling in samplings])
-    top_k = column([sampling.top_k or values_RK.shape[-1] for sampling in samplings])
-    top_p = column([sampling.top_p for sampling in samplings])
-    min_p = column([sampling.min_p for sampling in samplings])
-    exact_RK = values_RK.to(torch.float64)
-    # shifted first, so that a tiny temperature cannot overflow
-    weights_RK = ((exact_RK - exact_RK[:, :1]) / temperature).exp()
-    rank_K = torch.arange(values_RK.shape[-1], device=device)
-    weights_RK = weights_RK.masked_fill(rank_K >= top_k, 0)
-    # a running sum, not `sum`: the zeros behind a row's own top-k must not change its rounding
-    cumulative_RK = weights_RK.cumsum(-1)
-    # a token stays if the mass before it is short of top_p; the first one always does
-    mass_before_RK = (cumulative_RK - weights_RK) / cumulative_RK[:, -1:]
-    # at top_p 1 rounding must not cut the tail
-    is_cut_RK = (mass_before_RK >= top_p) & (rank_K > 0) & (top_p < 1)
-    weights_RK = weights_RK.masked_fill(is_cut_RK, 0)
-    weights_RK = weights_RK.masked_fill(weights_RK < min_p * weights_RK[:, :1], 0)
-    cumulative_RK = weights_RK.cumsum(-1)
-    target = column(uniforms) * cumulative_RK[:, -1:]
-    place_R = torch.searchsorted(cumulative_RK, target, right=True)
-    # rounding can push the target to the very end: stay on the last token that has weight; a row
-    # of NaN has none, and is refused by the caller
-    last_R = ((weights_RK > 0).sum(-1, keepdim=True) - 1).clamp(min=0)
-    return torch.minimum(place_R, last_R)[:, 0]
-
-
-def _uniform(seed: int, output_index: int) -> float:
-    """A number in [0, 1) that depends on seed and output index only, with 53 random bits."""
-    counter = seed.to_bytes(8, "little") + output_index.to_bytes(8, "little")
-    digest = hashlib.blake2b(counter, digest_size=8, person=b"m3stack sampler").digest()
-    return (int.from_bytes(digest, "little") >> 11) * 2.0**-53
