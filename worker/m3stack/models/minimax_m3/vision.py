@@ -49,10 +49,13 @@ class VisionTower(nn.Module):
                 for patches, frames in zip(batch.patches, batch.frames_per_patch, strict=True)
             ]
         )
+        cos, sin = rotary(batch.grids_thw, config, pixels_N.device)
+        return self.encode(pixels_N, cos, sin, segment_lengths(batch.grids_thw, config))
+
+    def encode(self, pixels_N: Tensor, cos: Tensor, sin: Tensor, lengths: list[int]) -> Tensor:
+        """The same from normalised patches, their rotary and the patches of every segment."""
         x = functional.linear(pixels_N.to(self.patch_embedding.dtype), self.patch_embedding)
         x = self.input_norm(x.to(self._dtype))
-        cos, sin = rotary(batch.grids_thw, config, x.device)
-        lengths = segment_lengths(batch.grids_thw, config)
         cu_seqlens = torch.tensor([0, *lengths], device=x.device).cumsum(0).to(torch.int32)
         for layer in self.layers:
             x = layer(x, cos, sin, cu_seqlens, max(lengths))

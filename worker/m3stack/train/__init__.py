@@ -1,0 +1,1 @@
+"""Trains the built-in tiny model: data, differentiable operations, and the loop."""

@@ -1,0 +1,235 @@
+"""Training batches: rows of one conversation each, a pure function of seed and number."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from m3stack.train import needles, pictures, text_tasks
+from m3stack.train.encode import Encoded, Encoder, Media, Turn, patches_of
+
+SHORT_TOKENS = 1024
+"""Length of a row of everyday conversation."""
+
+NO_ANSWER = -1
+
+
+@dataclass(frozen=True, slots=True)
+class BatchKind:
+    """What a batch is to hold.
+
+    Attributes:
+        num_rows, num_tokens: its shape; `num_tokens` is a multiple of the block.
+        num_media_rows: rows that may hold pictures and clips; the others hold text.
+        is_needle: rows are long documents with passwords to find.
+    """
+
+    num_rows: int
+    num_tokens: int
+    num_media_rows: int = 0
+    is_needle: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """Rows of token ids, what is to be predicted where, and the media in them.
+
+    Attributes:
+        ids_T: int64 [rows * tokens]; after a conversation's end, its last id repeats.
+        kind: the shape.
+        loss_rows_S: int64, rows of the step whose next token is to be predicted.
+        targets_S: int64, those tokens.
+        answers_S: int64, number of the answer each belongs to.
+        skills: skill of each answer.
+        patches: grid -> uint8 [items * t*h*w, values] of all items of that grid.
+        media_rows: grid -> int64, rows of the step that the items' features replace.
+    """
+
+    ids_T: Tensor
+    kind: BatchKind
+    loss_rows_S: Tensor
+    targets_S: Tensor
+    answers_S: Tensor
+    skills: list[str]
+    patches: Mapping[tuple[int, int, int], Tensor]
+    media_rows: Mapping[tuple[int, int, int], Tensor]
+
+
+@dataclass(slots=True)
+class _Rows:
+    """A batch in the making."""
+
+    rows: list[Encoded] = field(default_factory=list)
+
+
+class BatchMaker:
+    """Makes batches; equal arguments give equal batches, on every machine.
+
+    Args:
+        encoder: of the tiny tokenizer.
+        seed: of everything.
+    """
+
+    def __init__(self, encoder: Encoder, seed: int) -> None:
+        self._encoder, self._seed = encoder, seed
+        self._sentences = needles.plain_sentences()
+        self._sentence_ids = [encoder.text_ids(f" {text}") for text in self._sentences]
+        self._lengths = [len(ids) for ids in self._sentence_ids]
+
+    def make(self, number: int, kind: BatchKind) -> Batch:
+        """Batch `number` of a kind."""
+        rows: list[Encoded] = []
+        for row in range(kind.num_rows):
+            rng = random.Random(f"{self._seed}/{number}/{row}/{kind.num_tokens}")
+            if kind.is_needle:
+                rows.append(self._needle_row(rng, kind.num_tokens))
+            else:
+                rows.append(
+                    self._short_row(rng, kind.num_tokens, has_media=row < kind.num_media_rows)
+                )
+        return collate(rows, kind)
+
+    def _short_row(self, rng: random.Random, num_tokens: int, *, has_media: bool) -> Encoded:
+        mode = rng.choices(("disabled", "adaptive", "enabled"), (6, 2, 2))[0]
+        tools = ()
+        if not has_media and rng.random() < 0.45:
+            tools = text_tasks.tool_choice(rng)
+        encoded = self._encoder.opening(mode, tools)
+        failures = 0
+        while failures < 2:
+            before = encoded.copy()
+            for turn in self._episode(rng, mode, tools, has_media=has_media):
+                self._encoder.add_turn(encoded, turn, mode)
+            if len(encoded.ids) > num_tokens:
+                encoded = before
+                failures += 1
+        return encoded
+
+    def _episode(
+        self,
+        rng: random.Random,
+        mode: str,
+        tools: tuple[text_tasks.Tool, ...],
+        *,
+        has_media: bool,
+    ) -> list[Turn]:
+        thinks = mode == "enabled"
+        if has_media:
+            if rng.random() < 0.62:
+                turns = pictures.picture_episode(rng)
+            else:
+                turns = pictures.clip_episode(rng)
+            return _thinking(turns) if thinks else turns
+        draw = rng.random()
+        if tools and draw < 0.75:
+            return _thinking(text_tasks.tool_use(rng, tools, thinks=thinks), thinks=thinks)
+        draw = rng.random()
+        if draw < 0.2:
+            turns = text_tasks.copying(rng)
+        elif draw < 0.42:
+            # thinking is optional in adaptive mode; sums are worth it
+            return text_tasks.arithmetic(rng, thinks=mode != "disabled")
+        elif draw < 0.75:
+            turns = text_tasks.passage(rng, thinks=thinks)
+        else:
+            turns = self._short_needle(rng)
+        return _thinking(turns) if thinks else turns
+
+    def _short_needle(self, rng: random.Random) -> list[Turn]:
+        stack = needles.haystack(
+            rng,
+            self._sentences,
+            self._lengths,
+            num_tokens=rng.randint(30, 400),
+            num_needles=rng.randint(1, 5),
+        )
+        turns = needles.question_turns(rng, list(stack.hidden), 4, "needle_short")
+        first = Turn("user", (f"{stack.text}\n{turns[0].text}",))
+        return [first, *turns[1:]]
+
+    def _needle_row(self, rng: random.Random, num_tokens: int) -> Encoded:
+        num_needles = rng.randint(6, 12)
+        reserve = 100 + 45 * num_needles
+        encoded = self._encoder.opening("disabled")
+        stack = needles.haystack(
+            rng,
+            self._sentences,
+            self._lengths,
+            num_tokens=num_tokens - len(encoded.ids) - reserve,
+            num_needles=num_needles,
+        )
+        skill = f"needle_{num_tokens // 1024}k"
+        turns = needles.question_turns(rng, list(stack.hidden), num_needles, skill)
+        # the document's ids are joined from its sentences', which is much faster
+        known = self._known_sentences()
+        ids = self._encoder.text_ids("]~b]user\n" + stack.sentences[0])
+        for sentence in stack.sentences[1:]:
+            found = known.get(sentence)
+            ids += self._encoder.text_ids(f" {sentence}") if found is None else found
+        ids += self._encoder.text_ids(f"\n{turns[0].text}[e~[\n")
+        encoded.ids += ids
+        encoded.answer += [NO_ANSWER] * len(ids)
+        for turn in turns[1:]:
+            self._encoder.add_turn(encoded, turn, "disabled")
+        assert len(encoded.ids) <= num_tokens, (len(encoded.ids), num_tokens)
+        return encoded
+
+    def _known_sentences(self) -> dict[str, list[int]]:
+        return dict(zip(self._sentences, self._sentence_ids, strict=True))
+
+
+def _thinking(turns: list[Turn], *, thinks: bool = True) -> list[Turn]:
+    """The same with a short thought where a turn has none and the mode demands one."""
+    if not thinks:
+        return turns
+    return [
+        Turn(turn.role, turn.parts, turn.skill, turn.reasoning or "I look.", turn.calls)
+        if turn.role == "assistant"
+        else turn
+        for turn in turns
+    ]
+
+
+def collate(rows: list[Encoded], kind: BatchKind) -> Batch:
+    """Rows side by side, cut or padded to the batch's length."""
+    length = kind.num_tokens
+    ids = np.empty((len(rows), length), np.int64)
+    answers = np.full((len(rows), length), NO_ANSWER, np.int64)
+    skills: list[str] = []
+    stills: dict[tuple[int, int, int], list[Media]] = {}
+    places: dict[tuple[int, int, int], list[int]] = {}
+    for index, row in enumerate(rows):
+        count = min(len(row.ids), length)
+        ids[index, :count] = row.ids[:count]
+        ids[index, count:] = ids[index, count - 1]
+        numbered = np.array(row.answer[:count])
+        answers[index, :count] = np.where(numbered >= 0, numbered + len(skills), NO_ANSWER)
+        skills += row.skills
+        runs = iter(row.runs)
+        for item in row.media:
+            grid = item.grid_thw
+            stills.setdefault(grid, []).append(item)
+            slots = places.setdefault(grid, [])
+            for _ in range(grid[0]):
+                start, many = next(runs)
+                slots += range(index * length + start, index * length + start + many)
+    # row t predicts token t + 1
+    row_index, column = np.nonzero(answers[:, 1:] >= 0)
+    return Batch(
+        ids_T=torch.from_numpy(ids.reshape(-1)),
+        kind=kind,
+        loss_rows_S=torch.from_numpy(row_index * length + column),
+        targets_S=torch.from_numpy(ids[row_index, column + 1]),
+        answers_S=torch.from_numpy(answers[row_index, column + 1]),
+        skills=skills,
+        patches={
+            grid: torch.from_numpy(np.concatenate([patches_of(item) for item in items]))
+            for grid, items in stills.items()
+        },
+        media_rows={grid: torch.tensor(slots) for grid, slots in places.items()},
+    )

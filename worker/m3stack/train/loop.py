@@ -1,0 +1,297 @@
+"""The training loop: steps, the losses of each skill, checkpoints that a run can resume from."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from m3stack.models.minimax_m3.config import M3Config
+from m3stack.train.batches import Batch, BatchKind
+from m3stack.train.model import Student
+from m3stack.train.operations import Layout
+from m3stack.train.recipe import Phase, Recipe
+
+INDEX_LOSS_WEIGHT = 1.0
+"""Lambda. The index branch has this loss alone, and Adam divides by its size: little depends on it."""
+
+Source = Callable[[int, BatchKind], Batch]
+
+
+@dataclass(frozen=True, slots=True)
+class Budget:
+    """When a run ends: after so many steps or seconds, whichever comes first."""
+
+    steps: int
+    seconds: float = float("inf")
+
+
+@dataclass(slots=True)
+class Scores:
+    """Running figures of each skill since the last report, kept on the device."""
+
+    names: dict[str, int]
+    sums: Tensor
+
+    @classmethod
+    def empty(cls, device: torch.device) -> Scores:
+        # tokens, loss, answers, answers that are right token by token
+        return cls({}, torch.zeros((64, 4), device=device))
+
+    def add(self, batch: Batch, loss_S: Tensor, right_S: Tensor) -> None:
+        numbers = [self.names.setdefault(name, len(self.names)) for name in batch.skills]
+        skills = torch.tensor(numbers, device=loss_S.device)
+        skill_S = skills[batch.answers_S]
+        self.sums[:, 0].index_add_(0, skill_S, torch.ones_like(loss_S))
+        self.sums[:, 1].index_add_(0, skill_S, loss_S)
+        is_right = torch.ones(len(numbers), device=loss_S.device)
+        is_right.scatter_reduce_(0, batch.answers_S, right_S.float(), "amin")
+        self.sums[:, 2].index_add_(0, skills, torch.ones_like(is_right))
+        self.sums[:, 3].index_add_(0, skills, is_right)
+
+    def take(self) -> dict[str, dict[str, float]]:
+        """Loss a token and share of right answers of every skill, and starts anew."""
+        rows = self.sums.tolist()
+        self.sums.zero_()
+        return {
+            name: {
+                "loss": round(rows[index][1] / rows[index][0], 4),
+                "right": round(rows[index][3] / rows[index][2], 4),
+                "answers": int(rows[index][2]),
+            }
+            for name, index in sorted(self.names.items())
+            if rows[index][0]
+        }
+
+
+class Trainer:
+    """Owns the student, its optimizer and where the run stands.
+
+    Args:
+        source: gives batch `number` of a kind, on the CPU.
+        report: told one record every `report_s` seconds, and the last one.
+        source_rows: whether batches are on the device already.
+    """
+
+    def __init__(
+        self,
+        student: Student,
+        recipe: Recipe,
+        source: Source,
+        report: Callable[[dict[str, Any]], None],
+        *,
+        report_s: float = 5.0,
+    ) -> None:
+        self.student, self.recipe = student, recipe
+        self._source, self._report, self._report_s = source, report, report_s
+        self.step, self.elapsed_s = 0, 0.0
+        self._scores = Scores.empty(student.device)
+        self.optimizer = _optimizer(student, recipe)
+
+    def run(
+        self,
+        budget: Budget,
+        *,
+        after_step: Callable[[Trainer, float], None] | None = None,
+        until: float = 1.0,
+    ) -> None:
+        """Trains until the budget is spent.
+
+        Args:
+            after_step: told the trainer and its progress after every step.
+            until: progress at which to pause.
+        """
+        began, last_report = time.monotonic() - self.elapsed_s, time.monotonic()
+        first_step = self.step
+        while True:
+            self.elapsed_s = time.monotonic() - began
+            progress = max(self.step / budget.steps, self.elapsed_s / budget.seconds)
+            if progress >= until:
+                break
+            figures = self._train_step(progress)
+            self.step += 1
+            if after_step is not None:
+                after_step(self, progress)
+            now = time.monotonic()
+            if now - last_report >= self._report_s or self.step == budget.steps:
+                record: dict[str, Any] = {
+                    "step": self.step,
+                    "progress": round(progress, 4),
+                    "seconds": round(now - began, 2),
+                    "steps_per_s": round((self.step - first_step) / (now - last_report), 2),
+                    **{name: round(float(value), 4) for name, value in figures.items()},
+                    "skills": self._scores.take(),
+                }
+                self._report(record)
+                last_report, first_step = time.monotonic(), self.step
+
+    def _train_step(self, progress: float) -> dict[str, Tensor | float]:
+        recipe, student = self.recipe, self.student
+        phase = recipe.phase_at(progress)
+        kind = recipe.kind_at(self.step, phase)
+        batch = on_device(self._source(self.step, kind), student.device)
+        rate = recipe.rate(self.step, progress)
+        for group in self.optimizer.param_groups:
+            group["lr"] = rate
+        layout = self._layout(batch, phase)
+        with student.autocast:
+            logits = student.logits(batch, layout)
+        loss_S = functional.cross_entropy(logits, batch.targets_S, reduction="none")
+        index_losses = student.operations.tape.index_losses
+        loss = loss_S.mean()
+        index_loss = torch.stack(index_losses).sum() if index_losses else loss.new_zeros(())
+        (loss + INDEX_LOSS_WEIGHT * index_loss).backward()
+        parameters = [p for p in student.model.parameters() if p.requires_grad]
+        norm = torch.nn.utils.clip_grad_norm_(parameters, recipe.clip_norm)
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+        self._balance_experts()
+        with torch.no_grad():
+            self._scores.add(batch, loss_S.detach(), logits.argmax(-1) == batch.targets_S)
+        return {
+            "loss": loss.detach(),
+            "index_loss": index_loss.detach() / max(1, len(index_losses)),
+            "norm": norm,
+            "rate": rate,
+        }
+
+    def _layout(self, batch: Batch, phase: Phase) -> Layout:
+        positions = None
+        if phase.has_index_loss:
+            positions = loss_positions(batch, self.recipe.loss_rows, self.recipe.seed + self.step)
+        return Layout(
+            batch.kind.num_rows, batch.kind.num_tokens, phase.selection, loss_positions_RS=positions
+        )
+
+    @torch.no_grad()
+    def _balance_experts(self) -> None:
+        """Moves every expert's bias against its load, as routers with a bias are trained."""
+        student = self.student
+        layers = [
+            layer.feed_forward
+            for layer, is_moe in zip(student.model.layers, student.config.moe_layers, strict=True)
+            if is_moe
+        ]
+        for layer, load in zip(layers, student.operations.tape.loads, strict=True):
+            layer.router_bias += self.recipe.bias_rate * torch.sign(load.mean() - load)
+
+    def save(self, path: Path) -> None:
+        """Writes everything that `resume` needs."""
+        state = {
+            "model": self.student.model.state_dict(),
+            "optimizer": self.optimizer.state_dict(),
+            "step": self.step,
+            "elapsed_s": self.elapsed_s,
+            "recipe": self.recipe.name,
+        }
+        unfinished = path.with_suffix(".tmp")
+        torch.save(state, unfinished)
+        unfinished.replace(path)
+
+    def resume(self, path: Path) -> None:
+        """Continues where another run of the same recipe stopped.
+
+        Raises:
+            ValueError: the file is of another recipe.
+        """
+        state = torch.load(path, map_location=self.student.device, weights_only=True)
+        if state["recipe"] != self.recipe.name:
+            raise ValueError(
+                f"{path} was written by recipe {state['recipe']!r}, this is {self.recipe.name!r}"
+            )
+        self.student.model.load_state_dict(state["model"])
+        self.optimizer.load_state_dict(state["optimizer"])
+        self.step, self.elapsed_s = state["step"], state["elapsed_s"]
+
+
+def loss_positions(batch: Batch, num_rows: int, seed: int) -> Tensor:
+    """Rows whose index loss stands for all: half of them any, half of those that predict.
+
+    Returns:
+        int64 [R, S] on the batch's device.
+    """
+    kind, device = batch.kind, batch.ids_T.device
+    per_row = max(2, num_rows // kind.num_rows)
+    generator = torch.Generator(device).manual_seed(seed)
+
+    def draw(high: int, count: int) -> Tensor:
+        shape = (kind.num_rows, count)
+        return torch.randint(high, shape, device=device, generator=generator)
+
+    anywhere = draw(kind.num_tokens, per_row // 2)
+    if batch.loss_rows_S.shape[0] == 0:
+        return anywhere
+    picked = draw(batch.loss_rows_S.shape[0], per_row - per_row // 2)
+    # each sequence draws among its own predicting rows
+    bounds = torch.searchsorted(
+        batch.loss_rows_S, torch.arange(kind.num_rows + 1, device=device) * kind.num_tokens
+    )
+    first, count = bounds[:-1, None], (bounds[1:] - bounds[:-1]).clamp(min=1)[:, None]
+    chosen = (first + picked % count).clamp(max=batch.loss_rows_S.shape[0] - 1)
+    answering = batch.loss_rows_S[chosen] % kind.num_tokens
+    return torch.cat([anywhere, answering], dim=1)
+
+
+def on_device(batch: Batch, device: torch.device) -> Batch:
+    """The same batch with its tensors on a device."""
+
+    def move(x: Tensor) -> Tensor:
+        return x.to(device, non_blocking=True)
+
+    return replace(
+        batch,
+        ids_T=move(batch.ids_T),
+        loss_rows_S=move(batch.loss_rows_S),
+        targets_S=move(batch.targets_S),
+        answers_S=move(batch.answers_S),
+        patches={grid: move(x) for grid, x in batch.patches.items()},
+        media_rows={grid: move(x) for grid, x in batch.media_rows.items()},
+    )
+
+
+def json_lines(path: Path) -> Callable[[dict[str, Any]], None]:
+    """A report that appends its records to a file and prints them in short."""
+
+    def report(record: dict[str, Any]) -> None:
+        with path.open("a", encoding="utf-8") as file:
+            file.write(json.dumps(record) + "\n")
+        skills = " ".join(
+            f"{name}={scores['right']:.2f}" for name, scores in record["skills"].items()
+        )
+        keys = ("step", "seconds", "steps_per_s", "loss", "index_loss", "norm")
+        head = " ".join(f"{key} {record[key]:g}" for key in keys)
+        print(f"{head} | {skills}", flush=True)
+
+    return report
+
+
+def initial_student(
+    config: M3Config, device: torch.device, weights: Iterator[tuple[str, Tensor]], **options: Any
+) -> Student:
+    """A student with the weights that every run starts from."""
+    student = Student(config, device, **options)
+    student.load(dict(weights))
+    return student
+
+
+def _optimizer(student: Student, recipe: Recipe) -> torch.optim.AdamW:
+    decayed: list[Tensor] = []
+    kept: list[Tensor] = []
+    for name, parameter in student.model.named_parameters():
+        if not parameter.requires_grad:
+            continue
+        is_matrix = parameter.dim() > 1 and "embedding" not in name
+        (decayed if is_matrix else kept).append(parameter)
+    groups = [
+        {"params": decayed, "weight_decay": recipe.weight_decay},
+        {"params": kept, "weight_decay": 0.0},
+    ]
+    is_gpu = student.device.type == "cuda"
+    return torch.optim.AdamW(groups, lr=recipe.peak_rate, betas=(0.9, 0.98), fused=is_gpu)

@@ -1,0 +1,110 @@
+"""Long documents of plain sentences in which passwords are hidden, and questions for them."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass
+
+from m3stack.train import words
+from m3stack.train.encode import Turn
+
+NUM_SENTENCES = 3000
+"""Different plain sentences; a document draws from them."""
+
+
+@dataclass(frozen=True, slots=True)
+class Haystack:
+    """A document and what is hidden in it.
+
+    Attributes:
+        sentences: of the document, in order; none begins with a space.
+        hidden: (owner, password) pairs, in order of appearance.
+    """
+
+    sentences: tuple[str, ...]
+    hidden: tuple[tuple[str, str], ...]
+
+    @property
+    def text(self) -> str:
+        return " ".join(self.sentences)
+
+
+def plain_sentences() -> list[str]:
+    """The sentences that hide nothing."""
+    rng = random.Random("plain sentences")
+    return [_plain_sentence(rng) for _ in range(NUM_SENTENCES)]
+
+
+def needle(owner: str, password: str) -> str:
+    """The sentence that tells a password."""
+    return f"The password of the {owner} is {password}."
+
+
+def question(owner: str) -> str:
+    return f"What is the password of the {owner}?"
+
+
+def answer(password: str) -> str:
+    return f"It is {password}."
+
+
+def secrets(rng: random.Random, count: int, *, held_out: bool = False) -> list[tuple[str, str]]:
+    """Owners, all different, and their passwords; held-out pairs or none of them."""
+    pairs: list[tuple[str, str]] = []
+    for owner in rng.sample(words.NOUNS, count):
+        password = rng.choice(words.NOUNS)
+        while password == owner or words.is_held_out(owner, password) != held_out:
+            password = rng.choice(words.NOUNS)
+        pairs.append((owner, password))
+    return pairs
+
+
+def question_turns(
+    rng: random.Random, hidden: list[tuple[str, str]], count: int, skill: str
+) -> list[Turn]:
+    """Questions for some of the passwords, each once, and their answers."""
+    turns: list[Turn] = []
+    for owner, password in rng.sample(hidden, min(count, len(hidden))):
+        turns.append(Turn("user", (question(owner),)))
+        turns.append(Turn("assistant", (answer(password),), skill=skill))
+    return turns
+
+
+def haystack(
+    rng: random.Random,
+    sentences: list[str],
+    lengths: list[int],
+    *,
+    num_tokens: int,
+    num_needles: int,
+    held_out: bool = False,
+) -> Haystack:
+    """A document of about a number of tokens, its needles spread over its whole length.
+
+    Args:
+        sentences, lengths: the plain sentences and how many tokens each has.
+    """
+    hidden = secrets(rng, num_needles, held_out=held_out)
+    starts = sorted(rng.uniform(0, 1) * num_tokens for _ in hidden)
+    told: list[str] = []
+    total, pending = 0, list(zip(starts, hidden, strict=True))
+    while total < num_tokens:
+        while pending and pending[0][0] <= total:
+            told.append(needle(*pending.pop(0)[1]))
+        pick = rng.randrange(len(sentences))
+        told.append(sentences[pick])
+        total += lengths[pick]
+    told += [needle(*pair) for _, pair in pending]
+    return Haystack(tuple(told), tuple(hidden))
+
+
+def _plain_sentence(rng: random.Random) -> str:
+    first, second = rng.choice(words.NOUNS), rng.choice(words.NOUNS)
+    kind = rng.randrange(4)
+    if kind == 0:
+        return f"The {rng.choice(words.ADJECTIVES)} {first} {rng.choice(words.VERBS)} the {second}."
+    if kind == 1:
+        return f"The {first} was {rng.choice(words.LINKS)} the {second}."
+    if kind == 2:
+        return f"There was a {rng.choice(words.ADJECTIVES)} {first} {rng.choice(words.LINKS)} it."
+    return f"It was the {first} of the {rng.choice(words.ADJECTIVES)} {second}."

@@ -1,0 +1,124 @@
+"""What is trained for how long, in which order: the phases of a run."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass, field
+
+from m3stack.train.batches import SHORT_TOKENS, BatchKind
+from m3stack.train.operations import Selection
+
+Share = tuple[float, BatchKind]
+
+
+@dataclass(frozen=True, slots=True)
+class Phase:
+    """A stretch of training.
+
+    Attributes:
+        until: share of the whole run at which it ends.
+        kinds: (weight, kind) of the batches.
+        selection: how sparse layers choose.
+        has_index_loss: whether the index branch learns.
+    """
+
+    until: float
+    kinds: tuple[Share, ...]
+    selection: Selection
+    has_index_loss: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class Recipe:
+    """A run.
+
+    Attributes:
+        peak_rate: learning rate after `warmup_steps`; it falls to nothing over the last
+            `decay_share` of the run.
+        loss_rows: rows of every sequence, of the uniform ones and of the ones with an answer,
+            whose index loss is computed, for a batch of as many sequences as there are in one of
+            `SHORT_TOKENS`.
+    """
+
+    phases: tuple[Phase, ...]
+    seed: int = 20
+    peak_rate: float = 2e-3
+    warmup_steps: int = 100
+    decay_share: float = 0.35
+    weight_decay: float = 0.05
+    clip_norm: float = 1.0
+    bias_rate: float = 2e-3
+    loss_rows: int = 1024
+    name: str = field(default="main")
+
+    def phase_at(self, progress: float) -> Phase:
+        return next((p for p in self.phases if progress < p.until), self.phases[-1])
+
+    def kind_at(self, step: int, phase: Phase) -> BatchKind:
+        """The kind of batch `step`: a function of seed, step and phase."""
+        draw = random.Random(f"{self.seed}/kind/{step}")
+        kinds = [kind for _, kind in phase.kinds]
+        return draw.choices(kinds, [weight for weight, _ in phase.kinds])[0]
+
+    def rate(self, step: int, progress: float) -> float:
+        """Learning rate of a step."""
+        rising = min(1.0, (step + 1) / self.warmup_steps)
+        falling = min(1.0, (1.0 - progress) / self.decay_share)
+        return self.peak_rate * rising * max(falling, 0.02)
+
+
+def _kinds(tokens: int, media: float) -> dict[str, BatchKind]:
+    def short(share: float) -> BatchKind:
+        rows = max(1, tokens // SHORT_TOKENS)
+        return BatchKind(rows, SHORT_TOKENS, round(rows * share))
+
+    kinds = {"mixed": short(media), "text": short(0.0), "media": short(1.0)}
+    for thousands in (2, 4, 8, 16, 32, 64):
+        length = thousands * 1024
+        kinds[f"{thousands}k"] = BatchKind(max(1, tokens // length), length, is_needle=True)
+    return kinds
+
+
+def main_recipe(tokens: int, *, longest: int = 64) -> Recipe:
+    """The shipped model: dense warm-up, then sparse; text, pictures and clips from step 0.
+
+    Args:
+        tokens: of a batch.
+        longest: thousands of tokens of the longest documents.
+    """
+    kinds = _kinds(tokens, 0.6)
+    growing = [(size, kinds[f"{size}k"]) for size in (2, 4, 8, 16, 32, 64) if size <= longest]
+
+    def long(share: float, sizes: list[tuple[int, BatchKind]]) -> tuple[Share, ...]:
+        return ((1 - share, kinds["mixed"]), *((share / len(sizes), kind) for _, kind in sizes))
+
+    dense, own = Selection.ALL, Selection.OWN
+    return Recipe(
+        phases=(
+            Phase(0.20, long(0.08, growing[:2]), dense),
+            Phase(0.45, long(0.15, growing[:4]), dense),
+            Phase(0.75, long(0.12, growing[1:5]), own),
+            Phase(1.00, long(0.15, growing[1:]), own),
+        )
+    )
+
+
+def arm_recipe(tokens: int, *, text_first: bool) -> Recipe:
+    """Two runs of equal text and media budget: mixed from step 0, or text first and media later."""
+    kinds = _kinds(tokens, 0.5)
+    dense = Selection.ALL
+    if text_first:
+        phases = (
+            Phase(0.5, ((1.0, kinds["text"]),), dense),
+            Phase(1.0, ((1.0, kinds["media"]),), dense),
+        )
+        return Recipe(phases, name="text_first")
+    return Recipe((Phase(1.0, ((1.0, kinds["mixed"]),), dense),), name="step_0")
+
+
+def selection_recipe(tokens: int, selection: Selection, *, has_index_loss: bool) -> Recipe:
+    """Sparse training continued from a dense warm-up, with another index branch."""
+    kinds = _kinds(tokens, 0.6)
+    mix = ((0.7, kinds["mixed"]), (0.15, kinds["4k"]), (0.15, kinds["8k"]))
+    name = f"{selection.name.lower()}{'' if has_index_loss else '_no_loss'}"
+    return Recipe((Phase(1.0, mix, selection, has_index_loss),), peak_rate=1e-3, name=name)
