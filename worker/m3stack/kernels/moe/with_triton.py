@@ -206,7 +206,7 @@ def combine_kernel(
         one = results + (token * CHOSEN + choice) * WIDTH + column
         total += tl.load(one, mask=inside & used, other=0.0).to(tl.float32)
     if HAS_SHARED:
-        one = results + (num_tokens.to(tl.int64) * CHOSEN + token) * WIDTH + column
+        one = results + (num_tokens * CHOSEN + token) * WIDTH + column
         total += tl.load(one, mask=inside, other=0.0).to(tl.float32)
     tl.store(out + token * WIDTH + column, total.to(out.dtype.element_ty), mask=inside)
 
