@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -10,7 +11,8 @@ from torch import Tensor
 
 from m3stack.batch import DeviceBatch, MediaRows
 from m3stack.engine.plan import Row
-from m3stack.engine.sequence import PlacedMedia
+from m3stack.engine.sequence import UNKNOWN_TOKEN, PlacedMedia
+from m3stack.engine.transfer import to_device
 from m3stack.kernels.interface import PagedRows
 
 
@@ -39,6 +41,19 @@ class _PageRow:
         return self._pages[:count]
 
 
+@dataclass(frozen=True, slots=True)
+class TokenFeed:
+    """Tokens that the step before is choosing.
+
+    Attributes:
+        chosen_S: int64, on the device; negative where there was no choice.
+        place_of: whose token stands where, by handle.
+    """
+
+    chosen_S: Tensor
+    place_of: Mapping[int, int]
+
+
 class InputBuilder:
     """Turns rows of a plan into a `DeviceBatch`.
 
@@ -56,12 +71,15 @@ class InputBuilder:
         """Drops what is kept of a sequence."""
         self._tables.pop(handle, None)
 
-    def build(self, rows: Sequence[Row], media: tuple[MediaRows, ...]) -> DeviceBatch:
+    def build(
+        self, rows: Sequence[Row], media: tuple[MediaRows, ...], feed: TokenFeed | None = None
+    ) -> DeviceBatch:
         """The batch of a step.
 
         Args:
             rows: at least one.
             media: as `media_rows` gave them for the same rows.
+            feed: has the tokens that are unknown in the rows.
         """
         lengths = [len(row.token_ids) for row in rows]
         query_start = [0]
@@ -85,7 +103,7 @@ class InputBuilder:
             if row.output_index is not None
         ]
         return DeviceBatch(
-            token_ids_T=self._send(torch.tensor(token_ids, dtype=torch.int64)),
+            token_ids_T=self._tokens(token_ids, rows, query_start, feed),
             positions_T=self._send(positions_T),
             slots_T=self._send(slots_T),
             rows=PagedRows(
@@ -99,6 +117,26 @@ class InputBuilder:
             media=media,
         )
 
+    def _tokens(
+        self,
+        token_ids: list[int],
+        rows: Sequence[Row],
+        query_start: Sequence[int],
+        feed: TokenFeed | None,
+    ) -> Tensor:
+        """int64 [T], with what the step before chooses where the host does not know it."""
+        token_ids_T = self._send(torch.tensor(token_ids, dtype=torch.int64))
+        unknown = [index for index, row in enumerate(rows) if row.token_ids[-1] == UNKNOWN_TOKEN]
+        if not unknown:
+            return token_ids_T
+        assert feed is not None, "a token is unknown, and nobody is choosing it"
+        targets = [query_start[index + 1] - 1 for index in unknown]
+        places = [feed.place_of[rows[index].handle] for index in unknown]
+        both_2N = self._send(torch.tensor([targets, places], dtype=torch.int64))
+        # where there was no choice the request fails: its row is computed for nothing
+        chosen_N = feed.chosen_S.index_select(0, both_2N[1]).clamp(min=0)
+        return token_ids_T.index_copy_(0, both_2N[0], chosen_N)
+
     def _page_table(self, rows: Sequence[Row]) -> Tensor:
         """int32 [S, J]; entries past a row's pages repeat page 0 and are not to be used."""
         counts = [-(-row.end // self._page_tokens) for row in rows]
@@ -111,10 +149,7 @@ class InputBuilder:
         return torch.from_numpy(table_SJ)
 
     def _send(self, tensor: Tensor) -> Tensor:
-        if self._device.type == "cpu":
-            return tensor
-        # pinned memory lets the copy run beside the host; torch keeps it alive until done
-        return tensor.pin_memory().to(self._device, non_blocking=True)
+        return to_device(tensor, self._device)
 
 
 def media_rows(

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
@@ -12,10 +14,11 @@ from torch import Tensor
 from m3stack.batch import DeviceBatch, LayerCache
 from m3stack.cache.host import CopyDirection, PageCopy, broken_pages
 from m3stack.engine.encoder import Encoder
-from m3stack.engine.inputs import InputBuilder, media_rows
+from m3stack.engine.inputs import InputBuilder, TokenFeed, media_rows
 from m3stack.engine.plan import FatalStepError, Sampled, StepPlan, StepResult
-from m3stack.engine.sampler import Sampler, SampleRow
+from m3stack.engine.sampler import Draw, Sampler, SampleRow
 from m3stack.engine.sequence import PlacedMedia, place_media
+from m3stack.engine.transfer import to_device
 from m3stack.errors import ErrorKind
 from m3stack.types import Failed, Request
 
@@ -71,6 +74,48 @@ class Runner(Protocol):
         ...
 
 
+@dataclass(slots=True)
+class Launched:
+    """A step on its way through the device.
+
+    Attributes:
+        plan: of the step.
+        sample_rows: rows whose logits choose a token.
+        logits_SV: of these; None where there are none.
+        failures, settled, failed_copies: as in `StepResult`, as far as they are known.
+        draw: tokens being chosen, once that was asked for.
+    """
+
+    plan: StepPlan
+    sample_rows: list[SampleRow]
+    logits_SV: Tensor | None
+    failures: dict[int, Failed]
+    settled: tuple[int, ...]
+    failed_copies: tuple[PageCopy, ...]
+    draw: Draw | None = None
+
+
+class AheadRunner(Runner, Protocol):
+    """A runner whose steps can be queued one behind another.
+
+    For every step `launch`, `sample` and `collect` are called once each, in this order. The next
+    step may be launched once this one is sampled, and is sampled once this one is collected.
+    Errors are those of `execute`.
+    """
+
+    def launch(self, plan: StepPlan, after: Launched | None = None) -> Launched:
+        """Queues a step up to its logits; `after` chooses the tokens that are unknown in it."""
+        ...
+
+    def sample(self, step: Launched) -> None:
+        """Queues the choice of its tokens; those of forgotten requests are not chosen."""
+        ...
+
+    def collect(self, step: Launched) -> StepResult:
+        """What the step gave, once the device has come to its end."""
+        ...
+
+
 class ModelRunner:
     """The runner over a real model and its cache.
 
@@ -123,15 +168,45 @@ class ModelRunner:
         self._inputs.forget(handle)
         self._media.pop(handle, None)
 
-    @torch.inference_mode()
     def execute(self, plan: StepPlan) -> StepResult:
-        try:
-            return self._execute(plan)
-        except torch.AcceleratorError as error:
-            # a device error is sticky: everything after it would fail as well
-            raise FatalStepError(str(error)) from error
+        step = self.launch(plan)
+        self.sample(step)
+        return self.collect(step)
 
-    def _execute(self, plan: StepPlan) -> StepResult:
+    @torch.inference_mode()
+    def launch(self, plan: StepPlan, after: Launched | None = None) -> Launched:
+        with _sticky_errors():
+            return self._launch(plan, after)
+
+    @torch.inference_mode()
+    def sample(self, step: Launched) -> None:
+        if step.logits_SV is None or self._sampler is None:
+            return
+        with _sticky_errors():
+            # requests may have ended while the step was under way
+            live = [i for i, row in enumerate(step.sample_rows) if self._sampler.knows(row.handle)]
+            logits_SV = step.logits_SV
+            if len(live) < len(step.sample_rows):
+                step.sample_rows = [step.sample_rows[index] for index in live]
+                live_S = to_device(live, logits_SV.device, torch.int64)
+                logits_SV = logits_SV.index_select(0, live_S)
+            if live:
+                step.draw = self._sampler.draw(logits_SV, step.sample_rows)
+            step.logits_SV = None
+
+    def collect(self, step: Launched) -> StepResult:
+        sampled: dict[int, Sampled] = {}
+        if step.draw is not None:
+            assert self._sampler is not None
+            with _sticky_errors():
+                for handle, choice in self._sampler.collect(step.draw).items():
+                    if isinstance(choice, Failed):
+                        step.failures[handle] = choice
+                    else:
+                        sampled[handle] = choice
+        return StepResult(sampled, step.failures, step.settled, step.failed_copies)
+
+    def _launch(self, plan: StepPlan, after: Launched | None) -> Launched:
         self._encoder.drop(plan.evicted_media)
         failed_copies = self._copy(plan.copies)
         if plan.copies:
@@ -147,22 +222,17 @@ class ModelRunner:
             row for row in plan.rows if row.handle not in failures and broken.isdisjoint(row.pages)
         ]
         settled = tuple(row.handle for row in rows if self._encoder.settle(row.handle))
-        if not rows:
-            return StepResult({}, failures, settled, failed_copies)
-        media = media_rows(rows, self._media.__getitem__, self._encoder.features)
-        batch = self._inputs.build(rows, media)
-        logits_SV = self._forward(batch, self._caches)
         sample_rows = [
             SampleRow(row.handle, row.output_index) for row in rows if row.output_index is not None
         ]
-        sampled: dict[int, Sampled] = {}
-        if sample_rows and self._sampler is not None:
-            for handle, choice in self._sampler.sample(logits_SV, sample_rows).items():
-                if isinstance(choice, Failed):
-                    failures[handle] = choice
-                else:
-                    sampled[handle] = choice
-        return StepResult(sampled, failures, settled, failed_copies)
+        step = Launched(plan, sample_rows, None, failures, settled, failed_copies)
+        if not rows:
+            return step
+        media = media_rows(rows, self._media.__getitem__, self._encoder.features)
+        logits_SV = self._forward(self._inputs.build(rows, media, _feed(after)), self._caches)
+        if sample_rows:
+            step.logits_SV = logits_SV
+        return step
 
     def _copy(self, copies: Sequence[PageCopy]) -> tuple[PageCopy, ...]:
         """Moves pages in order; returns the copies that failed or built on one that did."""
@@ -201,3 +271,19 @@ class ModelRunner:
                 if item.key in broken and not self._encoder.holds(item.key):
                     failures.setdefault(row.handle, "the vision encoder failed")
         return failures
+
+
+def _feed(after: Launched | None) -> TokenFeed | None:
+    if after is None or after.draw is None:
+        return None
+    places = {row.handle: place for place, row in enumerate(after.draw.rows)}
+    return TokenFeed(after.draw.chosen_S, places)
+
+
+@contextmanager
+def _sticky_errors() -> Iterator[None]:
+    """Turns a device error into `FatalStepError`: everything after it would fail as well."""
+    try:
+        yield
+    except torch.AcceleratorError as error:
+        raise FatalStepError(str(error)) from error

@@ -14,30 +14,21 @@ Deterministic; knows no tensors, no clock, no callers. The rules, all in order o
 
 from __future__ import annotations
 
-from bisect import insort
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 
-from m3stack.cache.host import PageCopy
+from m3stack.cache.host import CopyDirection, PageCopy
 from m3stack.cache.media import MediaLedger
 from m3stack.cache.prefix import PrefixCache, Salt
+from m3stack.engine.admission import MAX_PREEMPTIONS, Admissions
 from m3stack.engine.budget import SchedulerLimits, split_budget
-from m3stack.engine.plan import Admission, EncodeItem, Row, StepPlan, StepResult
+from m3stack.engine.encoding import EncodeDraft, EncodePlanner
+from m3stack.engine.plan import Admission, Row, StepPlan, StepResult
 from m3stack.engine.restoring import Fetched, Restorer
-from m3stack.engine.sequence import Sequence, SequenceState, WaitReason
-from m3stack.engine.underway import PagesUnderway
-from m3stack.engine.waiting import (
-    TenantCaps,
-    WaitingQueue,
-    order_key,
-    order_of,
-    promoted_order,
-)
+from m3stack.engine.sequence import Sequence, SequenceState
+from m3stack.engine.waiting import WaitingQueue, order_key, order_of, promoted_order
 from m3stack.errors import ErrorKind
 from m3stack.types import Event, Failed, Finished, Tokens
-
-# a sequence preempted that often runs again only when nothing can preempt it any more
-MAX_PREEMPTIONS = 3
 
 
 @dataclass(slots=True)
@@ -45,49 +36,35 @@ class _Draft:
     """A plan in the making."""
 
     rows: list[Row] = field(default_factory=list[Row])
-    encodes: dict[bytes, EncodeItem] = field(default_factory=dict[bytes, EncodeItem])
-    encode_patches: int = 0
+    encodes: EncodeDraft = field(default_factory=EncodeDraft)
     admissions: list[Admission] = field(default_factory=list[Admission])
     preempted: list[int] = field(default_factory=list[int])
     restored_pages: int = 0
 
 
-@dataclass(frozen=True, slots=True)
-class _Blocked:
-    """A head of the queue that did not fit, and the pages there were for it.
-
-    Looking for its prefix again is work that grows with its length: only more room is a reason.
-    """
-
-    handle: int
-    room: int
-
-    def covers(self, state: _Blocked) -> bool:
-        return self.handle == state.handle and state.room <= self.room
-
-
 class Scheduler:
     """The queue and the running set; the engine thread owns it.
 
-    Calls alternate: `plan`, then `commit` or `abandon` of that plan. Sequences are added and
-    cancelled in between, never while a plan is being executed.
+    Calls alternate: `plan`, then `commit` or `abandon` of that plan. While one plan is under way
+    `plan_ahead` may give the next, which is under way as well once the first is committed.
+    Sequences may be added and cancelled at any time between calls.
     """
 
     def __init__(self, limits: SchedulerLimits, pages: PrefixCache, media: MediaLedger) -> None:
         self._limits = limits
         self._pages = pages
         self._media = media
+        self._encodes = EncodePlanner(media, limits.max_encode_patches)
         self._waiting = WaitingQueue()
         # in order
         self._running: list[Sequence] = []
         self._by_handle: dict[int, Sequence] = {}
-        self._tenants = TenantCaps(limits.max_running_per_tenant)
-        self._underway = PagesUnderway(pages)
         self._restorer = Restorer(pages)
-        self._blocked: _Blocked | None = None
+        self._admissions = Admissions(limits, pages, self._waiting, self._running)
+        self._tenants, self._underway = self._admissions.tenants, self._admissions.underway
         self._num_added = 0
         self._num_plans = 0
-        self._is_executing = False
+        self._num_under_way = 0
 
     @property
     def has_work(self) -> bool:
@@ -118,7 +95,6 @@ class Scheduler:
 
     def add(self, sequence: Sequence) -> None:
         """Queues a new sequence that `fits`."""
-        assert not self._is_executing
         assert self.fits(sequence)
         assert sequence.handle not in self._by_handle
         request = sequence.request
@@ -130,8 +106,10 @@ class Scheduler:
         self._waiting.add(sequence)
 
     def cancel(self, handle: int) -> bool:
-        """Ends a sequence and frees its pages; False if it has ended before."""
-        assert not self._is_executing
+        """Ends a sequence and frees its pages; False if it has ended before.
+
+        A step under way may still write to them: whoever executes steps does so in order.
+        """
         sequence = self._by_handle.get(handle)
         if sequence is None:
             return False
@@ -140,10 +118,10 @@ class Scheduler:
 
     def plan(self) -> StepPlan:
         """What the next step computes; without rows if nothing can run."""
-        assert not self._is_executing
+        assert not self._num_under_way
         self._num_plans += 1
         draft = _Draft()
-        self._admit(draft)
+        draft.admissions = self._admissions.admit(self._restorer)
         # copies: sequences behind the current one may be preempted on the way
         for sequence in tuple(self._running):
             if sequence.state is SequenceState.RUNNING and sequence.is_restoring:
@@ -153,28 +131,84 @@ class Scheduler:
         for sequence in ready:
             if sequence.state is SequenceState.RUNNING and shares[sequence.handle] > 0:
                 self._plan_row(draft, sequence, shares[sequence.handle])
-        plan = StepPlan(
+        plan = self._finished(draft)
+        assert not (plan.is_empty and self._by_handle), "invariant: the first can always go on"
+        if plan.is_empty:
+            return plan
+        self._num_under_way = 1
+        return replace(plan, evicted_media=tuple(self._media.take_evicted()))
+
+    def plan_ahead(self, plan: StepPlan) -> StepPlan | None:
+        """The step behind the one under way, as if that one ended nothing and nothing failed.
+
+        Rows of sequences that did end are computed for nothing. Their tokens stand as
+        `UNKNOWN_TOKEN` where the step under way chooses them.
+
+        Returns:
+            None where more than tokens is to be decided: who is admitted, who gives up pages, what
+            comes from host memory, what is encoded.
+        """
+        assert self._num_under_way == 1
+        is_certain = not plan.encodes and all(
+            copy.direction is CopyDirection.TO_HOST for copy in plan.copies
+        )
+        is_settled = not any(sequence.is_restoring for sequence in self._running)
+        if not (is_certain and is_settled) or self._admissions.may_admit():
+            return None
+        for row in plan.rows:
+            foreseen = self._by_handle.get(row.handle)
+            if foreseen is not None:
+                foreseen.foresee(row.end, samples=row.output_index is not None)
+        ready = [sequence for sequence in self._running if not sequence.has_all_output]
+        shares = split_budget(ready, self._limits)
+        if not self._has_room(ready, shares):
+            for sequence in self._running:
+                sequence.unforesee()
+            return None
+        self._num_plans += 1
+        draft = _Draft()
+        for sequence in ready:
+            if shares[sequence.handle] > 0:
+                self._plan_row(draft, sequence, shares[sequence.handle])
+        self._num_under_way = 2
+        return replace(self._finished(draft), evicted_media=tuple(self._media.take_evicted()))
+
+    def _finished(self, draft: _Draft) -> StepPlan:
+        return StepPlan(
             rows=tuple(sorted(draft.rows, key=lambda row: len(row.token_ids) > 1)),
-            encodes=tuple(draft.encodes.values()),
+            encodes=tuple(draft.encodes.items.values()),
             admissions=tuple(draft.admissions),
             preempted=tuple(draft.preempted),
             copies=self._pages.take_copies(),
         )
-        assert not (plan.is_empty and self._by_handle), "invariant: the first can always go on"
-        if plan.is_empty:
-            return plan
-        self._is_executing = True
-        return replace(plan, evicted_media=tuple(self._media.take_evicted()))
+
+    def _has_room(self, ready: list[Sequence], shares: dict[int, int]) -> bool:
+        """Whether there is something to compute, and all it takes is pages that are available."""
+        missing = 0
+        for sequence in ready:
+            end = sequence.num_computed + shares[sequence.handle]
+            if shares[sequence.handle] > 0 and self._encodes.is_due(sequence, end):
+                return False
+            missing += max(0, -(-end // sequence.page_tokens) - len(sequence.pages))
+        return any(shares.values()) and missing <= self._pages.num_available
 
     def commit(self, plan: StepPlan, result: StepResult) -> list[tuple[int, Event]]:
         """Takes over what a step gave; returns what requests are to be told, in order."""
-        assert self._is_executing
-        self._is_executing = False
+        assert self._num_under_way
+        self._num_under_way -= 1
+        for row in plan.rows:
+            if row.handle in self._by_handle:
+                self._by_handle[row.handle].unforesee()
         broken = self._distrust(result.failed_copies)
         events: list[tuple[int, Event]] = []
         for row in plan.rows:
-            sequence = self._by_handle[row.handle]
-            if row.handle in result.failures or not broken.isdisjoint(row.pages):
+            sequence = self._by_handle.get(row.handle)
+            # it may have ended while the step was under way
+            if (
+                sequence is None
+                or row.handle in result.failures
+                or not broken.isdisjoint(row.pages)
+            ):
                 continue
             sequence.num_computed = row.end
             if self._pages.keeps:
@@ -184,22 +218,24 @@ class Scheduler:
             if row.output_index is not None:
                 events.extend(self._accept(sequence, result))
         for handle, failure in result.failures.items():
-            self._end(self._by_handle[handle])
-            events.append((handle, failure))
+            if handle in self._by_handle:
+                self._end(self._by_handle[handle])
+                events.append((handle, failure))
         return events
 
     def abandon(self, plan: StepPlan, message: str) -> list[tuple[int, Event]]:
         """Ends every sequence of a plan that could not be executed."""
-        assert self._is_executing
-        self._is_executing = False
+        assert self._num_under_way
+        self._num_under_way -= 1
         # which copies were made is not known: what they moved is not to be relied on
         self._distrust(plan.copies)
         handles = dict.fromkeys(
             [row.handle for row in plan.rows] + [encode.handle for encode in plan.encodes]
         )
-        for handle in handles:
+        live = [handle for handle in handles if handle in self._by_handle]
+        for handle in live:
             self._end(self._by_handle[handle])
-        return [(handle, Failed(ErrorKind.INTERNAL, message)) for handle in handles]
+        return [(handle, Failed(ErrorKind.INTERNAL, message)) for handle in live]
 
     def check(self) -> None:
         """Raises AssertionError unless pages, states and lists agree."""
@@ -216,56 +252,6 @@ class Scheduler:
         self._underway.check(self._running)
         if not listed:
             self._pages.check_unpinned()
-
-    def _admit(self, draft: _Draft) -> None:
-        index = 0
-        while index < len(self._waiting) and len(self._running) < self._limits.max_sequences:
-            sequence = self._waiting[index]
-            if not self._tenants.allows(sequence.request.tenant):
-                sequence.waited_for(WaitReason.TENANT)
-                index += 1
-            elif self._underway.holds_back(sequence):
-                sequence.waited_for(WaitReason.PREFIX)
-                index += 1
-            elif not self._try_start(draft, sequence):
-                sequence.waited_for(WaitReason.PAGES)
-                return
-        if index < len(self._waiting):
-            self._waiting[index].waited_for(WaitReason.SEQUENCES)
-
-    def _try_start(self, draft: _Draft, sequence: Sequence) -> bool:
-        headroom = self._headroom(sequence)
-        state = _Blocked(sequence.handle, self._pages.num_available - headroom)
-        if self._running and self._blocked is not None and self._blocked.covers(state):
-            return False
-        keys = sequence.matchable_keys() if self._pages.keeps else []
-        matched = self._pages.match(keys)
-        missing = sequence.pages_for_tokens - len(matched)
-        if self._running and missing > self._pages.num_available - headroom:
-            self._pages.release(matched)
-            self._blocked = state
-            return False
-        known = len(matched) + self._pages.known_length(keys[len(matched) :])
-        is_first = sequence.cached_tokens is None
-        self._waiting.remove(sequence)
-        sequence.start(matched, known_pages=known)
-        self._restorer.begin(sequence, keys[len(matched) : known])
-        insort(self._running, sequence, key=order_key)
-        self._tenants.started(sequence.request.tenant)
-        self._underway.announce(sequence, known)
-        size = sequence.page_tokens
-        draft.admissions.append(
-            Admission(sequence.handle, known * size, (known - len(matched)) * size, is_first)
-        )
-        return True
-
-    def _headroom(self, newcomer: Sequence) -> int:
-        """Pages that must stay available for the running sequences if `newcomer` joins them."""
-        if newcomer.num_preemptions >= MAX_PREEMPTIONS:
-            own_growth = newcomer.pages_at_most - newcomer.pages_for_tokens
-            return own_growth + sum(s.pages_at_most - len(s.pages) for s in self._running)
-        promised = sum(s.pages_for_tokens - len(s.pages) for s in self._running)
-        return promised + len(self._running)
 
     def _restore(self, draft: _Draft, sequence: Sequence) -> None:
         """Brings back what the caches have of a sequence, as far as the step's bound allows."""
@@ -293,7 +279,7 @@ class Scheduler:
 
     def _plan_row(self, draft: _Draft, sequence: Sequence, share: int) -> None:
         start = sequence.num_computed
-        end = self._encode_up_to(draft, sequence, start + share)
+        end = self._encodes.up_to(draft.encodes, sequence, start + share)
         end = self._grow(draft, sequence, end)
         if end <= start:
             return
@@ -307,31 +293,6 @@ class Scheduler:
                 output_index=sequence.num_output if samples else None,
             )
         )
-
-    def _encode_up_to(self, draft: _Draft, sequence: Sequence, end: int) -> int:
-        """Plans the encoding of media before `end`; returns how far features will reach."""
-        for item in sequence.media:
-            if item.first >= end:
-                break
-            if item.end <= sequence.num_computed:
-                continue
-            planned = draft.encodes.get(item.key)
-            done = self._media.encoded_parts(item.key, len(item.part_patches))
-            if planned is not None:
-                done = planned.first_part + planned.num_parts
-            while done < len(item.part_patches) and item.reach(done) < end:
-                total = draft.encode_patches + item.part_patches[done]
-                if draft.encodes and total > self._limits.max_encode_patches:
-                    return max(item.reach(done), sequence.num_computed)
-                planned = draft.encodes.get(item.key)
-                draft.encodes[item.key] = (
-                    EncodeItem(sequence.handle, item.key, done, 1)
-                    if planned is None
-                    else replace(planned, num_parts=planned.num_parts + 1)
-                )
-                draft.encode_patches = total
-                done += 1
-        return end
 
     def _grow(self, draft: _Draft, sequence: Sequence, end: int) -> int:
         """Takes pages for tokens before `end`; returns how far the pages reach."""
@@ -376,6 +337,7 @@ class Scheduler:
         return events
 
     def _end(self, sequence: Sequence) -> None:
+        sequence.unforesee()
         del self._by_handle[sequence.handle]
         self._underway.withdraw(sequence)
         if sequence.state is SequenceState.RUNNING:

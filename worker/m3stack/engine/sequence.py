@@ -12,6 +12,8 @@ from m3stack.types import FinishReason, MediaKind, Request, Span, Usage
 
 NO_SEGMENTS = 1 << 30
 """Every clip is one part."""
+UNKNOWN_TOKEN = -1
+"""Stands for a token that a step under way will choose."""
 
 
 class SequenceState(Enum):
@@ -117,6 +119,7 @@ class Sequence:
         self._page_keys: list[bytes] = []
         self._num_registered = 0
         self._saved_tokens = 0
+        self._foreseen_from: int | None = None
 
     @property
     def num_output(self) -> int:
@@ -146,6 +149,27 @@ class Sequence:
         if self.num_output == self.max_output:
             return FinishReason.LENGTH, None
         return None
+
+    def foresee(self, end: int, *, samples: bool) -> None:
+        """Counts a row that is under way as computed; what it chooses is not known yet."""
+        assert self._foreseen_from is None
+        self._foreseen_from = self.num_computed
+        self.num_computed = end
+        if samples:
+            self.tokens.append(UNKNOWN_TOKEN)
+
+    def unforesee(self) -> None:
+        """Undoes `foresee`, if it was called."""
+        if self._foreseen_from is None:
+            return
+        if self.tokens[-1] == UNKNOWN_TOKEN:
+            self.tokens.pop()
+        self.num_computed, self._foreseen_from = self._foreseen_from, None
+
+    @property
+    def has_all_output(self) -> bool:
+        """Whether all it may put out is there or under way."""
+        return self.num_output == self.max_output
 
     def restart(self) -> None:
         """Waits again, after its pages were taken away; remembers how far it had come."""
