@@ -15,6 +15,10 @@ BENCHES = {
         "m3stack.bench.kernels.__main__",
         "the GPU kernels, each checked before it is timed",
     ),
+    "multi-gpu": (
+        "m3stack.bench.multi_gpu.__main__",
+        "one model divided over GPUs in several ways",
+    ),
 }
 
 

@@ -1,0 +1,78 @@
+"""The bench of divided models runs, compares what it times, and says what it did not run."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from m3stack.bench.multi_gpu import report
+from m3stack.bench.multi_gpu.__main__ import is_equal, main
+from m3stack.bench.multi_gpu.arms import Arm, arms_of
+from m3stack.bench.multi_gpu.floors import (
+    attention_decode_bytes,
+    cache_bytes_per_token,
+    layer_weights,
+)
+from m3stack.memory_plan import released_model_config
+
+CONFIG = released_model_config()
+
+
+def rows_of(folder: Path) -> list[dict]:
+    return json.loads((folder / report.JSON_NAME).read_text())["rows"]
+
+
+def test_one_rank_of_more_runs_with_its_shapes(tmp_path: Path) -> None:
+    arms = ["--arms", "tp1", "tp4 parts"]
+    assert main(["--small", "--world", "1", "--out", str(tmp_path), *arms]) == 0
+    rows = rows_of(tmp_path)
+    timed = {(row["arm"], row["kind"]) for row in rows if row["kind"] in ("decode", "prefill")}
+    assert timed == {(a, k) for a in ("tp1", "tp4 parts") for k in ("decode", "prefill")}
+    assert {row["is_real"] for row in rows if row["arm"] == "tp4 parts" and "rows" in row} == {
+        False
+    }
+    memory = [row for row in rows if row["kind"] == "memory" and " parts" not in row["arm"]]
+    assert all(row["bytes_per_token"] == row["formula_bytes_per_token"] for row in memory)
+    picture = (tmp_path / report.PICTURE_NAME).read_text()
+    assert picture.count("<text") > len(timed)
+
+
+def test_what_the_deadline_leaves_out_is_named(tmp_path: Path) -> None:
+    flags = ["--small", "--world", "1", "--deadline", "0.000001", "--out", str(tmp_path)]
+    assert main(flags) == 0
+    left_out = {row["arm"] for row in rows_of(tmp_path) if row["kind"] == "not run"}
+    assert left_out == {arm.name for arm in arms_of(1)}
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(300)
+def test_every_way_to_divide_gives_the_same_tokens(tmp_path: Path) -> None:
+    assert main(["--small", "--world", "2", "--out", str(tmp_path)]) == 0
+    equal = [row for row in rows_of(tmp_path) if row["kind"] == "equality"]
+    assert [row["arm"] for row in equal] == ["tp2", "tp2 parts", "tp2 ep2", "tp2 ep2 parts"]
+    assert all(row["equal_tokens"] == row["tokens"] for row in equal)
+
+
+def test_a_token_that_rounding_cannot_move_must_be_equal() -> None:
+    row = {"kind": "equality", "relative_error": 0.01, "equal_tokens": 6, "decided_tokens": 6}
+    assert is_equal(row)
+    assert not is_equal(row | {"equal_tokens": 5})
+    assert not is_equal(row | {"relative_error": 0.2})
+
+
+def test_floors_are_those_of_the_published_arithmetic() -> None:
+    # 45.3 KB a token and rank at four ranks, of which 14,592 are index keys
+    assert cache_bytes_per_token(CONFIG, Arm(4).place(0)) == 30_720 + 14_592
+    assert cache_bytes_per_token(CONFIG, Arm(8).place(0)) == 30_720 + 14_592
+    assert cache_bytes_per_token(CONFIG, Arm(4, index_in_parts=True).place(0)) == 30_720 + 3_648
+    # an MSA layer reads 256 bytes of index key a token on every rank, a quarter of it in parts
+    whole = attention_decode_bytes(CONFIG, Arm(4).place(0), 1, 524_288)
+    parts = attention_decode_bytes(CONFIG, Arm(4, index_in_parts=True).place(0), 1, 524_288)
+    assert whole - parts == 524_288 * 256 * 3 / 4
+    # experts dealt out are as many values as experts cut up
+    for arm in (Arm(4), Arm(4, expert_parallel=2), Arm(4, expert_parallel=4)):
+        place = arm.place(0)
+        _, one = layer_weights(CONFIG, place)
+        assert one / place.ep_size == 3 * 3072 * 6144 / 4

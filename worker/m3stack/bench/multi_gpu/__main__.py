@@ -1,0 +1,83 @@
+"""Command `m3stack bench multi-gpu`: one model divided over GPUs in several ways, each compared.
+
+Every way gives the undivided model's tokens first; then steps of decode and prefill are timed with
+and without their collectives, beside the least time that bytes and products allow. Ways that need
+more GPUs than there are run with the shapes of one of their ranks and the collectives of those
+there are; they say so.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import multiprocessing
+import shlex
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+
+from m3stack.bench.multi_gpu import report
+from m3stack.bench.multi_gpu.measure import Row
+from m3stack.bench.multi_gpu.run import Options, open_store, run_rank
+
+# ends of logits that bf16 rounding in another order may move; measured beside every arm
+MAX_RELATIVE_ERROR = 0.05
+
+
+def main(argv: Sequence[str]) -> int:
+    """Measures and reports; 0 all equal, 1 an arm differs, 2 it cannot run here."""
+    parser = argparse.ArgumentParser(prog="m3stack bench multi-gpu", description=__doc__)
+    parser.add_argument("--world", type=int, default=0, help="GPUs; default: all there are")
+    parser.add_argument("--small", action="store_true", help="the tiny model on CPUs, for a try")
+    parser.add_argument("--layers", type=int, default=4, help="of the truncated model")
+    parser.add_argument("--arms", nargs="*", default=[], help="names, for example tp2 'tp2 parts'")
+    parser.add_argument("--deadline", type=float, default=0.0, help="seconds; 0: none")
+    parser.add_argument("--out", type=Path, default=Path("docs/bench"), help="folder for results")
+    parsed = parser.parse_args(argv)
+    world = parsed.world or (2 if parsed.small else torch.cuda.device_count())
+    if not parsed.small and (not world or world > torch.cuda.device_count()):
+        print(f"{world} GPUs are needed, torch sees {torch.cuda.device_count()}", file=sys.stderr)
+        return 2
+    store = open_store(0, world, is_leader=True)
+    options = Options(
+        world=world,
+        small=parsed.small,
+        num_layers=parsed.layers,
+        arms=tuple(parsed.arms),
+        deadline_s=time.monotonic() + parsed.deadline if parsed.deadline else float("inf"),
+        port=store.port,
+        out=parsed.out,
+    )
+    command = "m3stack bench multi-gpu " + shlex.join(argv)
+    parsed.out.mkdir(parents=True, exist_ok=True)
+    if world == 1:
+        run_rank(0, options, command)
+    else:
+        context = multiprocessing.get_context("spawn")
+        ranks = [
+            context.Process(target=run_rank, args=(rank, options, command)) for rank in range(world)
+        ]
+        for process in ranks:
+            process.start()
+        for process in ranks:
+            process.join()
+        if any(process.exitcode for process in ranks):
+            return 1
+    rows = json.loads((parsed.out / report.JSON_NAME).read_text())["rows"]
+    print(report.text(rows))
+    return 0 if all(map(is_equal, rows)) else 1
+
+
+def is_equal(row: Row) -> bool:
+    """Whether an arm gave what it must: every token that rounding cannot decide otherwise."""
+    if row["kind"] != "equality":
+        return True
+    is_near = row["relative_error"] <= MAX_RELATIVE_ERROR
+    return is_near and row["equal_tokens"] >= row["decided_tokens"]
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,259 @@
+"""One arm on one rank: what its model gives, and how long its steps take."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from m3stack.batch import DeviceBatch
+from m3stack.bench.multi_gpu import floors
+from m3stack.bench.multi_gpu.arms import Arm, BenchMesh
+from m3stack.bench.multi_gpu.shards import page_shape, random_model, random_pool
+from m3stack.bench.multi_gpu.steps import Stopwatch, relative_error, step
+from m3stack.cache.pool import KvPool
+from m3stack.kernels.interface import Kernels
+from m3stack.layers import Place
+from m3stack.models.minimax_m3.config import M3Config
+from m3stack.models.minimax_m3.index_parts import IndexParts
+from m3stack.models.minimax_m3.model import M3Model
+from m3stack.models.minimax_m3.ranks import Rank
+
+Row = dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Sizes:
+    """What is measured.
+
+    Attributes:
+        batches, contexts: of decode steps, every pair of them.
+        chunk: rows of a prefill step, after each of `contexts`.
+        num_pages: of the pool; longer steps read pages several times.
+        prompt_tokens, output_tokens: of the sequence whose logits are compared.
+        repeats: of every timing.
+    """
+
+    batches: tuple[int, ...]
+    contexts: tuple[int, ...]
+    chunk: int
+    num_pages: int
+    prompt_tokens: int
+    output_tokens: int
+    repeats: int
+
+
+@dataclass(frozen=True, slots=True)
+class Machine:
+    """Where a rank of the bench runs.
+
+    Attributes:
+        group: of the ranks there are; None where there is one.
+        ceiling: of this GPU.
+    """
+
+    rank: int
+    place: Place
+    kernels: Kernels
+    group: dist.ProcessGroup | None
+    ceiling: floors.Ceiling
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """What the whole model gave: the tokens it chose, and the logits they were chosen from."""
+
+    tokens: tuple[int, ...]
+    logits_SV: Tensor
+
+
+class ArmBench:
+    """A model divided by an arm, its cache, and everything measured of it."""
+
+    def __init__(self, arm: Arm, config: M3Config, sizes: Sizes, machine: Machine) -> None:
+        self._arm, self._config, self._sizes, self._machine = arm, config, sizes, machine
+        world = 1 if machine.group is None else dist.get_world_size(machine.group)
+        self.is_real = arm.ranks <= world
+        # where there are more GPUs than ranks, every one of them runs the arm
+        # what embedding and head alone take, by rows, captured or not, silent or not
+        self._ends_ms: dict[tuple[int, bool, bool], float] = {}
+        self._place: Rank = arm.place(machine.rank % arm.ranks)
+        self._mesh = BenchMesh(self._place.tp_rank, arm.ranks, machine.group)
+        self._watch = Stopwatch(machine.place.device, self._mesh.barrier, repeats=sizes.repeats)
+        self._model: M3Model = random_model(
+            config, self._place, kernels=machine.kernels, mesh=self._mesh, place=machine.place
+        )
+        shape = page_shape(config, self._place, machine.place.dtype)
+        self._pool: KvPool = random_pool(shape, sizes.num_pages, machine.place.device)
+
+    def answer(self, forced: Sequence[int] | None) -> Answer:
+        """Greedy tokens and their logits after a prompt; `forced` are fed instead of the own."""
+        sizes = self._sizes
+        batch = self._step(sizes.prompt_tokens, [sizes.prompt_tokens])
+        tokens: list[int] = []
+        logits: list[Tensor] = []
+        for index in range(sizes.output_tokens):
+            row = self._model.forward(batch, self._pool.layers)[0]
+            logits.append(row.cpu())
+            tokens.append(int(row.argmax()))
+            fed = tokens[-1] if forced is None else forced[index]
+            batch = self._step(1, [sizes.prompt_tokens + index + 1])
+            batch = replace(batch, token_ids_T=torch.full_like(batch.token_ids_T, fed))
+        return Answer(tuple(tokens), torch.stack(logits))
+
+    def compared(self, whole: Answer) -> Row:
+        """How this arm's answer differs from that of the undivided model."""
+        own = self.answer(whole.tokens)
+        margins = whole.logits_SV.topk(2, dim=-1).values.diff(dim=-1).abs()[:, 0]
+        differences = (own.logits_SV - whole.logits_SV).abs().amax(-1)
+        return {
+            "kind": "equality",
+            "arm": self._arm.name,
+            "tokens": len(own.tokens),
+            "equal_tokens": sum(a == b for a, b in zip(own.tokens, whole.tokens, strict=True)),
+            "relative_error": relative_error(own.logits_SV, whole.logits_SV),
+            # a token may differ only where the two best are nearer than twice what logits moved
+            "decided_tokens": int((margins > 2 * differences).sum()),
+        }
+
+    def decode_rows(self) -> Iterator[Row]:
+        """Whole steps of every batch and context, and the attention in them."""
+        for context in self._sizes.contexts:
+            for batch_size in self._sizes.batches:
+                batch = self._step(1, [context] * batch_size)
+                work = floors.decode(self._config, self._place, batch_size, context)
+                timed = self._timed(batch, work, is_captured=True)
+                attention = self._attention(batch)
+                least = floors.attention_decode_bytes(
+                    self._config, self._place, batch_size, context
+                )
+                yield {
+                    **self._named("decode", batch_size, context),
+                    **timed,
+                    "attention_us": attention,
+                    "attention_floor_us": self._machine.ceiling.least_us(least, 0.0),
+                }
+
+    def prefill_rows(self) -> Iterator[Row]:
+        """A chunk after every context."""
+        chunk = self._sizes.chunk
+        for context in self._sizes.contexts:
+            batch = self._step(chunk, [context + chunk])
+            work = floors.prefill(self._config, self._place, chunk, context)
+            timed = self._timed(batch, work, is_captured=False)
+            yield {**self._named("prefill", chunk, context), **timed}
+
+    def collective_rows(self) -> Iterator[Row]:
+        """The two collectives of a layer alone, in the sizes that steps have."""
+        config, device = self._config, self._machine.place.device
+        rows = [*self._sizes.batches, self._sizes.chunk]
+        for count in rows:
+            sums = torch.zeros(
+                count, config.hidden_size, dtype=self._machine.place.dtype, device=device
+            )
+            groups = max(self._arm.ranks, config.num_kv_heads)
+            found = torch.zeros(groups, count, config.topk_blocks, dtype=torch.int64, device=device)
+            yield {
+                **self._named("collectives", count, 0),
+                "all_reduce_us": self._alone_us(partial(self._mesh.all_reduce, sums)),
+                "all_to_all_us": self._alone_us(partial(self._mesh.all_to_all, found)),
+            }
+
+    def _alone_us(self, call: Callable[[], object], calls: int = 20) -> float:
+        def many() -> None:
+            for _ in range(calls):
+                call()
+
+        return self._watch.median_ms(many) / calls * 1e3
+
+    def _named(self, kind: str, rows: int, context: int) -> Row:
+        return {
+            "kind": kind,
+            "arm": self._arm.name,
+            "is_real": self.is_real,
+            "rows": rows,
+            "context": context,
+        }
+
+    def _timed(self, batch: DeviceBatch, work: floors.Work, *, is_captured: bool) -> Row:
+        """Step times with and without collectives, and a layer's share of them."""
+        model, layers, num_layers = self._model, self._pool.layers, self._config.num_layers
+        forward = partial(model.forward, batch, layers)
+        step_ms = self._watch.median_ms(forward, is_captured=is_captured)
+        ends_ms = self._without_layers(batch, is_captured=is_captured)
+        self._mesh.is_silent = True
+        silent_ms = self._watch.median_ms(forward, is_captured=is_captured)
+        silent_ends_ms = self._without_layers(batch, is_captured=is_captured)
+        self._mesh.is_silent = False
+        layer_us = (step_ms - ends_ms) / num_layers * 1e3
+        floor_us = self._machine.ceiling.least_us(work.num_bytes, work.flops)
+        return {
+            "step_ms": step_ms,
+            "ends_ms": ends_ms,
+            "layer_us": layer_us,
+            "silent_layer_us": (silent_ms - silent_ends_ms) / num_layers * 1e3,
+            "layer_floor_us": floor_us,
+            "of_floor": floor_us / layer_us,
+        }
+
+    def _without_layers(self, batch: DeviceBatch, *, is_captured: bool) -> float:
+        key = (len(batch.token_ids_T), is_captured, self._mesh.is_silent)
+        if key not in self._ends_ms:
+            model, layers = self._model, self._model.layers
+            model.layers = nn.ModuleList()
+            ends = partial(model.forward, batch, ())
+            self._ends_ms[key] = self._watch.median_ms(ends, is_captured=is_captured)
+            model.layers = layers
+        return self._ends_ms[key]
+
+    def _attention(self, batch: DeviceBatch) -> float:
+        """Microseconds of block choice and block attention of one layer, exchange included."""
+        config, rank, machine = self._config, self._place, self._machine
+        own = config.per_rank(rank.tp_size)
+        device, num_rows = machine.place.device, len(batch.token_ids_T)
+        heads = (config if rank.index_in_parts else own).num_kv_heads
+        drawn = partial(torch.randn, dtype=machine.place.dtype, device=device)
+        q_THD = drawn(num_rows, own.num_heads, config.head_dim)
+        index_q_TGD = drawn(num_rows, heads, config.index_dim)
+        kernels, scale = machine.kernels, config.head_dim**-0.5
+        parts = part = None
+        if rank.index_in_parts:
+            parts = IndexParts(config, kernels=kernels, mesh=self._mesh, device=device)
+            first = self._pool.layers[0].index_k_PBD
+            assert first is not None
+            part = parts.of_step(batch.rows, batch.slots_T, first)
+
+        def attend() -> None:
+            for pages in self._pool.layers:
+                assert pages.index_k_PBD is not None
+                if parts is None or part is None:
+                    blocks_GTK = kernels.choose_blocks(
+                        index_q_TGD,
+                        pages.index_k_PBD,
+                        batch.rows,
+                        config.topk_blocks,
+                        config.num_local_blocks,
+                    )
+                else:
+                    blocks_GTK = parts.choose_blocks(
+                        index_q_TGD, pages.index_k_PBD, part, batch.rows
+                    )
+                kernels.block_attention(q_THD, pages, blocks_GTK, batch.rows, scale)
+
+        return self._watch.median_ms(attend) / len(self._pool.layers) * 1e3
+
+    def _step(self, num_rows: int, ends: Sequence[int]) -> DeviceBatch:
+        config = self._config
+        return step(
+            num_rows=num_rows,
+            ends=ends,
+            num_pages=self._sizes.num_pages,
+            page_tokens=config.block_tokens,
+            vocab_size=config.vocab_size,
+            device=self._machine.place.device,
+        )
