@@ -15,6 +15,7 @@ COMMANDS = {
     "gateway": ("m3stack.cli.gateway", "the REST gateway alone, in front of running workers"),
     "worker": ("m3stack.cli.worker", "one worker alone, behind gRPC"),
     "chat": ("m3stack.cli.chat", "talk to a running gateway; takes pictures and clips"),
+    "top": ("m3stack.cli.top", "what gateways and workers of a cluster do, live"),
     "explain": ("m3stack.cli.explain", "where a request's time went in a worker"),
     "doctor": ("m3stack.cli.doctor", "say what this machine can and cannot do"),
     "convert": ("m3stack.cli.convert", "write a checkpoint in MXFP8, or back in BF16"),

@@ -1,0 +1,45 @@
+"""`m3stack top` shows running programs, and says which do not answer."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import httpx
+
+from tests.e2e.conftest import MODEL_NAME, Server, free_port
+
+
+def top(*flags: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "m3stack", "top", "--once", "--interval-s", "0.2", *flags]
+    environment = {"COLUMNS": "160", "PATH": ""}
+    return subprocess.run(command, capture_output=True, text=True, timeout=30, env=environment)
+
+
+def test_a_view_names_each_program_and_what_it_does(
+    gateway: Server, worker: Server, tmp_path: Path
+) -> None:
+    body = {"model": MODEL_NAME, "messages": [{"role": "user", "content": "hi"}], "max_tokens": 2}
+    httpx.post(f"{gateway.url}/v1/chat/completions", json=body, timeout=60).raise_for_status()
+    picture = tmp_path / "top.svg"
+    done = top(
+        "--gateway", gateway.address, "--worker", worker.metrics_address, "--svg", str(picture)
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+    for part in (gateway.address, worker.metrics_address, "1 ready", "pages", "out tok/s"):
+        assert part in done.stdout
+    assert "<svg" in picture.read_text()
+
+
+def test_a_program_that_does_not_answer_is_shown_with_the_reason(worker: Server) -> None:
+    silent = f"127.0.0.1:{free_port()}"
+    done = top("--gateway", silent, "--worker", worker.metrics_address)
+    assert done.returncode == 0
+    assert "refused" in next(line for line in done.stdout.splitlines() if silent in line)
+    assert worker.metrics_address in done.stdout
+
+
+def test_if_nobody_answers_the_exit_code_says_so() -> None:
+    silent = f"127.0.0.1:{free_port()}"
+    assert top("--gateway", silent, "--worker", silent).returncode == 1
