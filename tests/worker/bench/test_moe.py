@@ -48,8 +48,8 @@ def test_a_right_layer_passes_and_wrong_ones_do_not(
     check_layer(layer, kernels(), x)
 
     class Unclamped(TritonExperts):
-        def run_experts(self, x, gate_up, down, ids, weights, alpha, limit):
-            return super().run_experts(3 * x, gate_up, down, ids, weights, alpha, limit)
+        def run_experts(self, x, *rest, **more):
+            return super().run_experts(3 * x, *rest, **more)
 
     with pytest.raises(CheckError, match="MoE layer output: relative error"):
         check_layer(layer, Unclamped(CPU, widen=True), x)

@@ -15,9 +15,9 @@ from torch import Tensor
 
 pytest.importorskip("triton")
 
-from m3stack.kernels.interface import Mxfp8Weight, Weight
+from m3stack.kernels.interface import Mxfp8Weight, SharedExpert, Weight
 from m3stack.kernels.moe import reference, routing_with_triton
-from m3stack.kernels.moe.grouping_with_triton import group_pairs, most_blocks
+from m3stack.kernels.moe.grouping_with_triton import group_pairs, most_blocks, sort_pairs
 from m3stack.kernels.moe.with_triton import FEW, MANY, SOME, Tiles, TritonExperts, choose_tiles
 from m3stack.kernels.quantised import mxfp8
 from m3stack.kernels.quantised.reference import linear_mxfp8 as reference_linear
@@ -128,6 +128,28 @@ def test_every_pair_stands_in_one_block_of_its_expert(choices: list[list[int]], 
         assert len(own) == -(-len(expected) // rows)
 
 
+@settings(max_examples=15, deadline=None)
+@given(
+    st.lists(st.lists(st.integers(-1, 6), min_size=2, max_size=2), min_size=1, max_size=60),
+    st.sampled_from([1, 4, 16]),
+)
+def test_sorted_pairs_have_no_gaps_and_blocks_of_one_expert(
+    choices: list[list[int]], rows: int
+) -> None:
+    ids = torch.tensor(choices, dtype=torch.int32, device=DEVICE)
+    order, flat = sort_pairs(ids, 7, rows), ids.flatten().tolist()
+    chosen = sorted((expert, pair) for pair, expert in enumerate(flat) if expert >= 0)
+    padding = [0] * (len(flat) - len(chosen))
+    assert order.pairs.tolist() == [pair for _, pair in chosen] + padding
+    used = [expert for expert in order.experts.tolist() if expert >= 0]
+    assert order.experts.tolist() == used + [-1] * (order.max_blocks - len(used))
+    spans = list(zip(used, order.firsts.tolist(), order.counts.tolist(), strict=False))
+    covered = [(expert, first + i) for expert, first, count in spans for i in range(count)]
+    assert covered == [(expert, place) for place, (expert, _) in enumerate(chosen)]
+    assert all(1 <= count <= rows for _, _, count in spans)
+    assert len(used) == sum(-(-flat.count(expert) // rows) for expert in range(7))
+
+
 def test_pairs_beyond_one_load_are_grouped_too() -> None:
     torch.manual_seed(3)
     ids = torch.randint(0, 3, (1100, 2), dtype=torch.int32, device=DEVICE)
@@ -218,6 +240,38 @@ def test_experts_stay_within_the_error_of_their_sums(form: str, routing: str) ->
     unclamped, _ = exact_and_bound(x, *matrices, ids, weights, limit=1e9)
     assert (unclamped - exact).norm() > 0.05 * exact.norm()
     assert not out[(ids < 0).all(1)].any()
+
+
+@pytest.mark.parametrize("form", ["fp32", "mxfp8"])
+@pytest.mark.parametrize("top_k", [2, 0])
+def test_the_shared_expert_is_added_once_and_the_factor_spares_it(form: str, top_k: int) -> None:
+    torch.manual_seed(8)
+    dtype = torch.float32 if form == "fp32" else torch.bfloat16
+    x = torch.randn(9, 96, device=DEVICE).to(dtype)
+    plain = [torch.randn(4, 128, 96) * 0.3, torch.randn(4, 96, 64)]
+    own = [torch.randn(128, 96) * 0.3, torch.randn(96, 64)]
+    encode = mxfp8.encode if form == "mxfp8" else lambda one: one
+    gate_up, down, own_gate_up, own_down = (encode(one.to(DEVICE)) for one in (*plain, *own))
+    ids, weights = routings("some dropped", 9, 4, max(top_k, 1)), torch.rand(9, 2, device=DEVICE)
+    ids, weights = ids[:, :top_k], weights[:, :top_k]
+    inputs = (x, gate_up, down, ids, weights, ALPHA, LIMIT)
+    shared = SharedExpert(own_gate_up, own_down)
+    out = experts(SMALL).run_experts(*inputs, shared=shared, factor=2.0).double()
+    parts = reference.run_experts(x.double(), *inputs[1:]) * 2
+    alone = reference.run_experts(
+        x.double(),
+        *(Mxfp8Weight(w.elements[None], w.scales[None]) if isinstance(w, Mxfp8Weight) else w[None]
+          for w in (own_gate_up, own_down)),
+        torch.zeros(9, 1, dtype=torch.int32, device=DEVICE),
+        torch.ones(9, 1, device=DEVICE),
+        ALPHA,
+        LIMIT,
+    )  # fmt: skip
+    # one rounding of the hidden values and one of the sum, which the interpreter cuts instead
+    close = 1e-5 if form == "fp32" else 2e-2
+    for actual in (out, reference.run_experts(*inputs, shared=shared, factor=2.0).double()):
+        assert (actual - parts - alone).norm() <= close * (parts + alone).norm()
+        assert (actual - parts).norm() > 0.1 * alone.norm()
 
 
 @pytest.mark.parametrize("tiles", [FEW, SOME, MANY], ids=["few", "some", "many"])

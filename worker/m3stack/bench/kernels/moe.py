@@ -1,7 +1,7 @@
 """Command `python -m m3stack.bench.kernels moe`: times MoE layers in bf16 and MXFP8.
 
-Each row is one layer of the released model, shared expert and routing included, beside PyTorch's
-grouped products in bf16, which have neither.
+Each row is one layer of the released model, shared expert and routing included, beside the portable
+Triton kernels and, in bf16, PyTorch's grouped products, which have neither.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import json
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import lru_cache, partial
 from html import escape
 from pathlib import Path
 
@@ -19,6 +19,7 @@ import torch
 
 from m3stack.bench.kernels import report
 from m3stack.bench.kernels.harness import (
+    Call,
     Case,
     Ceilings,
     Prepared,
@@ -28,6 +29,7 @@ from m3stack.bench.kernels.harness import (
 )
 from m3stack.bench.kernels.moe_layers import (
     BYTES_PER_VALUE,
+    MoeLayer,
     MoeShape,
     check_layer,
     grouped_peer,
@@ -35,6 +37,7 @@ from m3stack.bench.kernels.moe_layers import (
     make_tokens,
     used_experts,
 )
+from m3stack.kernels.moe.with_cuda import CudaExperts
 from m3stack.kernels.moe.with_triton import TritonExperts
 
 TOKENS = (1, 8, 64, 256, 8192)
@@ -45,14 +48,21 @@ GRAPH_TOKENS = 1024
 TOKEN_SETS = 4
 
 
+@lru_cache(maxsize=1)
+def weights(form: str) -> MoeLayer:
+    """The layer that all rows of a format share."""
+    return make_layer(MoeShape(1), form, torch.device("cuda"))
+
+
 def prepare(shape: MoeShape, form: str, ceilings: Ceilings) -> Prepared:
-    """The layer through Triton, checked; the peer and the floor of bf16 beside it."""
+    """The layer through the sm_90a kernels, checked; its peers and the floor beside it."""
     device = torch.device("cuda")
-    layer, kernels = make_layer(shape, form, device), TritonExperts(device)
+    layer, kernels = weights(form).routed_as(shape), CudaExperts(device)
     sets = [make_tokens(shape, device, seed) for seed in range(TOKEN_SETS)]
     # medians over the sets: few tokens touch more or fewer experts by chance
     used = sorted(used_experts(layer, x_TM) for x_TM in sets)[TOKEN_SETS // 2]
-    peers = {}
+    portable = TritonExperts(device)
+    peers: dict[str, list[Call]] = {"triton": [partial(layer.run, portable, x_TM) for x_TM in sets]}
     if form == "bf16":
         peers["torch"] = [grouped_peer(layer, x_TM) for x_TM in sets]
     return Prepared(
@@ -74,9 +84,10 @@ def _case(tokens: int, form: str, *, is_skewed: bool) -> Case:
 
 CASES = tuple(
     _case(tokens, form, is_skewed=is_skewed)
+    # a format's weights are made once
+    for form in FORMS
     for is_skewed in (False, True)
     for tokens in TOKENS
-    for form in FORMS
 )
 
 
@@ -87,6 +98,8 @@ class MoeRow:
     tokens: int
     routing: str
     torch_us: float | None
+    triton_bf16_us: float | None
+    triton_mxfp8_us: float | None
     bf16_us: float | None
     mxfp8_us: float | None
     floor_bf16_us: float | None
@@ -111,6 +124,8 @@ def summarise(rows: Sequence[Row]) -> list[MoeRow]:
                     tokens=tokens,
                     routing="skewed" if skew else "random",
                     torch_us=plain.peers_us.get("torch") if plain else None,
+                    triton_bf16_us=plain.peers_us.get("triton") if plain else None,
+                    triton_mxfp8_us=coded.peers_us.get("triton") if coded else None,
                     bf16_us=plain.us if plain else None,
                     mxfp8_us=coded.us if coded else None,
                     floor_bf16_us=plain.floor_us if plain else None,

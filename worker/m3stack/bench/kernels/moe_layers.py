@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
+from typing import Protocol
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
 from m3stack.bench.kernels.harness import CheckError, require_close
-from m3stack.kernels.interface import Mxfp8Weight, Weight
+from m3stack.kernels.interface import Mxfp8Weight, RouteTokens, RunExperts, SharedExpert, Weight
 from m3stack.kernels.moe import reference
-from m3stack.kernels.moe.with_triton import TritonExperts
 from m3stack.kernels.quantised import mxfp8
 
 ALPHA, LIMIT, FACTOR = 1.702, 7.0, 2.0
@@ -23,6 +23,18 @@ OUTPUT_LIMIT = 4e-3
 # fp32 sums of 6144 products in another order, and two fast exponentials
 SCORE_SLACK = 1e-5
 CHECKED_TOKENS = 48
+# experts drawn; the others repeat them at places of their own, for drawing takes longer than timing
+DRAWN_EXPERTS = 16
+
+
+class MoeKernels(Protocol):
+    """What a layer is computed with."""
+
+    @property
+    def route_tokens(self) -> RouteTokens: ...
+
+    @property
+    def run_experts(self) -> RunExperts: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,38 +78,35 @@ BYTES_PER_VALUE = {"bf16": 2.0, "mxfp8": 1.0 + 1 / mxfp8.GROUP_VALUES}
 
 @dataclass(frozen=True, slots=True)
 class MoeLayer:
-    """Weights of a layer; the shared expert is a stack of one."""
+    """Weights of a layer."""
 
     shape: MoeShape
     router_EM: Tensor
     bias_E: Tensor
     gate_up_EfM: Weight
     down_EMF: Weight
-    shared_gate_up_1fM: Weight
-    shared_down_1MF: Weight
+    shared: SharedExpert
 
-    def run(self, kernels: TritonExperts, x_TM: Tensor) -> Tensor:
+    def run(self, kernels: MoeKernels, x_TM: Tensor) -> Tensor:
         """The whole layer as the model runs it."""
-        ids_Tk, weights_Tk = kernels.route_tokens(
-            x_TM, self.router_EM, self.bias_E, self.shape.top_k
-        )
-        routed_TM = kernels.run_experts(
-            x_TM, self.gate_up_EfM, self.down_EMF, ids_Tk, weights_Tk * FACTOR, ALPHA, LIMIT
-        )
-        return routed_TM + self.shared(kernels.run_experts, x_TM)
+        routing = kernels.route_tokens(x_TM, self.router_EM, self.bias_E, self.shape.top_k)
+        return self.experts(kernels.run_experts, x_TM, *routing)
 
-    def shared(self, run_experts: Callable[..., Tensor], x_TM: Tensor) -> Tensor:
-        """The shared expert alone."""
-        ids_T1 = torch.zeros(len(x_TM), 1, dtype=torch.int32, device=x_TM.device)
+    def experts(
+        self, run_experts: RunExperts, x_TM: Tensor, ids_Tk: Tensor, weights_Tk: Tensor
+    ) -> Tensor:
+        """The layer behind its router."""
         return run_experts(
-            x_TM,
-            self.shared_gate_up_1fM,
-            self.shared_down_1MF,
-            ids_T1,
-            torch.ones_like(ids_T1, dtype=torch.float32),
-            ALPHA,
-            LIMIT,
-        )
+            x_TM, self.gate_up_EfM, self.down_EMF, ids_Tk, weights_Tk, ALPHA, LIMIT,
+            shared=self.shared, factor=FACTOR,
+        )  # fmt: skip
+
+    def routed_as(self, shape: MoeShape) -> MoeLayer:
+        """The same weights for other tokens."""
+        bias_E = torch.zeros_like(self.bias_E)
+        if shape.is_skewed:
+            bias_E = 0.25 / torch.arange(1, shape.experts + 1, device=bias_E.device)
+        return replace(self, shape=shape, bias_E=bias_E)
 
 
 def make_layer(shape: MoeShape, form: str, device: torch.device) -> MoeLayer:
@@ -110,28 +119,36 @@ def make_layer(shape: MoeShape, form: str, device: torch.device) -> MoeLayer:
     normal = partial(torch.randn, generator=generator, device=device, dtype=torch.bfloat16)
 
     def weight(count: int, rows: int, columns: int) -> Weight:
-        scale = columns**-0.5
+        drawn = min(count, DRAWN_EXPERTS)
+        repeats = (-(-count // drawn), 1, 1)
+        plain = (normal(rows, columns).mul_(columns**-0.5) for _ in range(drawn))
         if form == "bf16":
-            return normal(count, rows, columns).mul_(scale)
+            return torch.stack(list(plain)).repeat(repeats)[:count]
         # expert by expert, for encoding takes several times an expert's bytes
-        parts = [mxfp8.encode(normal(rows, columns).mul_(scale)) for _ in range(count)]
+        parts = [mxfp8.encode(one) for one in plain]
+        elements = torch.stack([part.elements.view(torch.uint8) for part in parts])
+        scales = torch.stack([part.scales for part in parts])
         return Mxfp8Weight(
-            torch.stack([part.elements for part in parts]),
-            torch.stack([part.scales for part in parts]),
+            elements.repeat(repeats)[:count].view(torch.float8_e4m3fn),
+            scales.repeat(repeats)[:count],
         )
 
-    bias_E = torch.zeros(shape.experts, device=device)
-    if shape.is_skewed:
-        bias_E = 0.25 / torch.arange(1, shape.experts + 1, device=device)
-    return MoeLayer(
+    def one(rows: int, columns: int) -> Weight:
+        stack = weight(1, rows, columns)
+        if isinstance(stack, Mxfp8Weight):
+            return Mxfp8Weight(stack.elements[0], stack.scales[0])
+        return stack[0]
+
+    width, inner = shape.width, shape.inner
+    layer = MoeLayer(
         shape=shape,
-        router_EM=normal(shape.experts, shape.width).float() * shape.width**-0.5,
-        bias_E=bias_E,
-        gate_up_EfM=weight(shape.experts, 2 * shape.inner, shape.width),
-        down_EMF=weight(shape.experts, shape.width, shape.inner),
-        shared_gate_up_1fM=weight(1, 2 * shape.inner, shape.width),
-        shared_down_1MF=weight(1, shape.width, shape.inner),
+        router_EM=normal(shape.experts, width).float() * width**-0.5,
+        bias_E=torch.zeros(shape.experts, device=device),
+        gate_up_EfM=weight(shape.experts, 2 * inner, width),
+        down_EMF=weight(shape.experts, width, inner),
+        shared=SharedExpert(one(2 * inner, width), one(width, inner)),
     )
+    return layer.routed_as(shape)
 
 
 def make_tokens(shape: MoeShape, device: torch.device, seed: int) -> Tensor:
@@ -147,7 +164,7 @@ def used_experts(layer: MoeLayer, x_TM: Tensor) -> int:
     return len(ids_Tk.unique())
 
 
-def check_layer(layer: MoeLayer, kernels: TritonExperts, x_TM: Tensor) -> None:
+def check_layer(layer: MoeLayer, kernels: MoeKernels, x_TM: Tensor) -> None:
     """Holds routing to fp64 scores, and the layer's output to the reference on some tokens.
 
     Raises:
@@ -159,16 +176,7 @@ def check_layer(layer: MoeLayer, kernels: TritonExperts, x_TM: Tensor) -> None:
     step = math.ceil(shape.tokens / CHECKED_TOKENS)
     some = torch.arange(0, shape.tokens, step, device=x_TM.device)
     rows = x_TM[some].float()
-    routed = reference.run_experts(
-        rows,
-        layer.gate_up_EfM,
-        layer.down_EMF,
-        ids_Tk[some],
-        weights_Tk[some] * FACTOR,
-        ALPHA,
-        LIMIT,
-    )
-    expected = routed + layer.shared(reference.run_experts, rows)
+    expected = layer.experts(reference.run_experts, rows, ids_Tk[some], weights_Tk[some])
     actual = layer.run(kernels, x_TM)
     if not bool(actual.isfinite().all()):
         raise CheckError("MoE layer output holds a NaN or an infinity")

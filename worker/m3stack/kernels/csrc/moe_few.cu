@@ -5,13 +5,13 @@
 // weights and tokens agree, so nothing is shuffled. Rows of MXFP8 are decoded where they are loaded.
 // Of the up product, 8 rows are gates and 8 the ups of the same channels: the activation is local.
 #include "async_copy.cuh"
+#include "moe_weights.cuh"
 
 namespace m3 {
 
 constexpr int kWarps = 8, kThreads = 32 * kWarps;
 constexpr int kLoads = 4;    // 64-byte pieces of a row that a warp has on the way
 constexpr int kBuffers = 3;  // slices of the tokens in shared memory
-constexpr int kGroup = 32;   // values that share a scale
 
 enum Mode { kUp = 0, kDown = 1, kLinear = 2 };
 
@@ -37,32 +37,6 @@ struct FewArgs {
     int32_t shared_blocks;           // blocks of the shared expert, which come first
     int32_t num_blocks;              // with them
 };
-
-// 16 bytes past L1, which a weight read once would only flush
-__device__ __forceinline__ uint4 load_weights(const uint8_t* from) {
-    uint4 value;
-    asm volatile("ld.global.nc.L1::no_allocate.L2::256B.v4.u32 {%0, %1, %2, %3}, [%4];"
-                 : "=r"(value.x), "=r"(value.y), "=r"(value.z), "=r"(value.w)
-                 : "l"(from));
-    return value;
-}
-
-__device__ __forceinline__ uint32_t times(uint32_t pair, uint32_t factor) {
-    uint32_t product;
-    asm("mul.rn.bf16x2 %0, %1, %2;" : "=r"(product) : "r"(pair), "r"(factor));
-    return product;
-}
-
-// two e4m3 as bf16: their bits at the exponent's low end are the value times 2^-120
-__device__ __forceinline__ uint32_t widened(uint32_t four, uint32_t which) {
-    const uint32_t spread = __byte_perm(four, 0, which);
-    return ((spread >> 4) & 0x07f007f0u) | (spread & 0x80008000u);
-}
-
-// 2^120 times the scale as two bf16
-__device__ __forceinline__ uint32_t factor_of(uint32_t byte) {
-    return (byte == 255 ? 0x7fc0u : (byte + 120) << 7) * 0x10001u;
-}
 
 __device__ __forceinline__ void product(float (&sum)[4], uint32_t a0, uint32_t a1, uint32_t a2, uint32_t a3,
                                         uint32_t b0, uint32_t b1) {
@@ -162,7 +136,7 @@ __device__ __forceinline__ int64_t row_of(const FewArgs& a, int pair) {
 }
 
 template <bool MXFP8, int NT, Mode MODE>
-__global__ void __launch_bounds__(kThreads, NT == 8 ? 1 : 2) few_kernel(const __grid_constant__ FewArgs a) {
+__global__ void __launch_bounds__(kThreads, NT == 8 || (NT == 4 && MXFP8) ? 1 : 2) few_kernel(const __grid_constant__ FewArgs a) {
     using F = Few<MXFP8, NT>;
     extern __shared__ __align__(128) uint8_t buffers[];
     __shared__ int pair_of[F::kTokens];

@@ -8,13 +8,22 @@ import torch
 from torch import Tensor
 
 from m3stack.kernels.interface import Mxfp8Weight, SharedExpert, Weight
-from m3stack.kernels.moe.cuda_library import FEW_TOKENS, ExpertLibrary, FewArgs, Mode
-from m3stack.kernels.moe.grouping_with_triton import group_pairs
+from m3stack.kernels.moe.cuda_library import (
+    FEW_TOKENS,
+    MANY_TOKENS,
+    ExpertLibrary,
+    FewArgs,
+    ManyArgs,
+    Mode,
+)
+from m3stack.kernels.moe.grouping_with_triton import group_pairs, sort_pairs
 from m3stack.kernels.moe.with_triton import TritonExperts, combine
 from m3stack.kernels.quantised import with_triton as triton_linears
 
-# columns that the kernels of few tokens read at once
-PLAIN_COLUMNS, MXFP8_COLUMNS = 32, 128
+# columns that kernels read at once: of few tokens in bf16, of all in MXFP8, of many in bf16
+PLAIN_COLUMNS, MXFP8_COLUMNS, MANY_COLUMNS = 32, 128, 64
+# rows of a weight tile of many tokens
+MANY_ROWS = 128
 MAX_LINEAR_TOKENS = 128
 
 
@@ -44,6 +53,8 @@ class CudaExperts:
     def __init__(self, device: torch.device) -> None:
         self._library = ExpertLibrary()
         self._triton = TritonExperts(device)
+        # a single launch in any case
+        self.route_tokens = self._triton.route_tokens
 
     def run_experts(
         self,
@@ -60,43 +71,52 @@ class CudaExperts:
     ) -> Tensor:
         """See `interface.RunExperts`."""
         num_experts, num_pairs = _elements(gate_up_EfM).shape[0], ids_Tk.numel()
-        tokens = few_block_tokens(num_pairs, num_experts) if num_pairs else None
-        if tokens is None or not _serves(x_TM, gate_up_EfM, down_EMF):
+        tokens = few_block_tokens(num_pairs, num_experts)
+        is_few = tokens is not None
+        routed = _Matrices(gate_up_EfM, down_EMF)
+        if num_pairs == 0 or not _serves(x_TM, routed, is_few=is_few):
             return self._triton.run_experts(
                 x_TM, gate_up_EfM, down_EMF, ids_Tk, weights_Tk, alpha, limit,
                 shared=shared, factor=factor,
             )  # fmt: skip
-        few = _Few(self._library, x_TM, ids_Tk.contiguous(), weights_Tk.float().contiguous())
-        routed = _Matrices(gate_up_EfM, down_EMF)
-        return few.run(routed, shared, tokens, alpha=alpha, limit=limit, factor=factor)
+        call = _Call(
+            self._library, x_TM, ids_Tk.contiguous(), weights_Tk.float().contiguous(),
+            alpha, limit, factor,
+        )  # fmt: skip
+        own = None if shared is None else _Matrices(shared.gate_up_fM, shared.down_MF)
+        if tokens is not None:
+            return call.run_few(routed, own, tokens)
+        return call.run_many(routed, own)
 
     def linear_mxfp8(self, x: Tensor, weight: Mxfp8Weight) -> Tensor:
         """See `interface.LinearMxfp8`."""
         num_outputs, width = weight.elements.shape
         rows = x.reshape(-1, width)
-        num_tokens = rows.shape[0]
-        if not 0 < num_tokens <= MAX_LINEAR_TOKENS or width % MXFP8_COLUMNS or not _aligned(rows):
+        num_tokens, is_few = rows.shape[0], rows.shape[0] <= MAX_LINEAR_TOKENS
+        is_served = not width % MXFP8_COLUMNS and (is_few or not num_outputs % MANY_ROWS)
+        if num_tokens == 0 or not is_served or not _aligned(rows):
             return triton_linears.linear_mxfp8(x, weight)
-        assert weight.elements.is_contiguous(), "rows of the weight must stand back to back"
-        assert weight.scales.is_contiguous(), "so must their scales"
         assert x.dtype == torch.bfloat16, f"MXFP8 wants bf16, got {x.dtype}"
         out = torch.empty(*x.shape[:-1], num_outputs, dtype=x.dtype, device=x.device)
-        tokens = _block_of(num_tokens)
-        arguments = FewArgs(
-            x=rows.data_ptr(),
-            shared_elements=weight.elements.data_ptr(),
-            shared_scales=weight.scales.data_ptr(),
-            scales=weight.scales.data_ptr(),
-            out=out.data_ptr(),
-            x_row=rows.stride(0),
-            num_tokens=num_tokens,
-            top_k=1,
-            width=width,
-            outputs=num_outputs,
-            shared_blocks=-(-num_tokens // tokens),
-            num_blocks=-(-num_tokens // tokens),
-        )
-        self._library.few(arguments, tokens, Mode.LINEAR)
+        elements, scales = _pointers(weight)
+        if is_few:
+            tokens = _block_of(num_tokens)
+            arguments = FewArgs(
+                x=rows.data_ptr(), shared_elements=elements, shared_scales=scales, scales=scales,
+                out=out.data_ptr(), x_row=rows.stride(0), num_tokens=num_tokens, top_k=1,
+                width=width, outputs=num_outputs, shared_blocks=-(-num_tokens // tokens),
+                num_blocks=-(-num_tokens // tokens),
+            )  # fmt: skip
+            self._library.few(arguments, tokens, Mode.LINEAR)
+            return out
+        ordered = torch.empty(num_tokens, width, dtype=x.dtype, device=x.device)
+        self._library.gather(rows, None, ordered, top_k=1, is_mxfp8=True)
+        # a down product of the shared expert alone is a linear
+        arguments = ManyArgs(
+            shared_elements=elements, shared_scales=scales, scales=scales, out=out.data_ptr(),
+            factor=1.0, num_tokens=num_tokens, width=width, outputs=num_outputs,
+        )  # fmt: skip
+        self._library.many(arguments, ordered, Mode.DOWN)
         return out
 
 
@@ -105,69 +125,93 @@ class _Matrices:
     gate_up: Weight
     down: Weight
 
+    def at(self, mode: Mode) -> Weight:
+        return self.gate_up if mode is Mode.UP else self.down
 
-class _Few:
-    """One call of few tokens: their pairs, hidden rows and results."""
 
-    def __init__(
-        self, library: ExpertLibrary, x_TM: Tensor, ids_Tk: Tensor, weights_Tk: Tensor
-    ) -> None:
-        self._library = library
-        self._x, self._ids, self._weights = x_TM, ids_Tk, weights_Tk
+@dataclass(frozen=True, slots=True)
+class _Call:
+    """One call: what its kernels share."""
 
-    def run(
-        self,
-        routed: _Matrices,
-        shared: SharedExpert | None,
-        tokens: int,
-        *,
-        alpha: float,
-        limit: float,
-        factor: float,
-    ) -> Tensor:
-        (num_tokens, top_k), width = self._ids.shape, self._x.shape[1]
-        num_experts, twice_inner, _ = _elements(routed.gate_up).shape
-        inner, num_pairs = twice_inner // 2, num_tokens * top_k
-        blocks = group_pairs(self._ids, num_experts, tokens)
-        rows = num_pairs + num_tokens * (shared is not None)
-        device = self._x.device
-        hidden = torch.empty(rows, inner, dtype=self._x.dtype, device=device)
-        results = torch.empty(rows, width, dtype=torch.float32, device=device)
-        out = torch.empty_like(self._x, memory_format=torch.contiguous_format)
-        own = None if shared is None else _Matrices(shared.gate_up_fM, shared.down_MF)
+    library: ExpertLibrary
+    x_TM: Tensor
+    ids_Tk: Tensor
+    weights_Tk: Tensor
+    alpha: float
+    limit: float
+    factor: float
+
+    def run_few(self, routed: _Matrices, own: _Matrices | None, tokens: int) -> Tensor:
+        """Blocks of `tokens` pairs; hidden rows and results stand by pair."""
+        (num_tokens, top_k), num_pairs = self.ids_Tk.shape, self.ids_Tk.numel()
+        blocks = group_pairs(self.ids_Tk, _elements(routed.gate_up).shape[0], tokens)
+        hidden, results = self._buffers(routed, own, torch.float32)
         # the shared expert rides in the routed ones' launches while it is no more blocks than two
         own_tokens = tokens if num_tokens <= 2 * tokens else _block_of(num_tokens)
-        common = FewArgs(
-            pairs=blocks.pairs.data_ptr(),
-            experts=blocks.experts.data_ptr(),
-            weights=self._weights.data_ptr(),
-            alpha=alpha,
-            limit=limit,
-            factor=factor,
-            num_pairs=num_pairs,
-            num_tokens=num_tokens if own is not None else 0,
-            top_k=top_k,
-        )
         own_blocks = 0 if own is None else -(-num_tokens // own_tokens)
         launches = [(blocks.max_blocks, own_blocks, tokens)]
         if own is not None and own_tokens != tokens:
             launches = [(0, own_blocks, own_tokens), (blocks.max_blocks, 0, tokens)]
-        for mode in (Mode.UP, Mode.DOWN):
-            is_up = mode is Mode.UP
-            source, target = (self._x, hidden) if is_up else (hidden, results)
-            common.x, common.x_row = source.data_ptr(), source.stride(0)
-            common.out, common.width = target.data_ptr(), source.shape[1]
-            common.outputs = target.shape[1]
-            common.elements, common.scales = _pointers(routed.gate_up if is_up else routed.down)
-            if own is not None:
-                pointers = _pointers(own.gate_up if is_up else own.down)
-                common.shared_elements, common.shared_scales = pointers
+        for mode, source, target in (
+            (Mode.UP, self.x_TM, hidden),
+            (Mode.DOWN, hidden, results),
+        ):
+            elements, scales = _pointers(routed.at(mode))
+            own_elements, own_scales = (None, None) if own is None else _pointers(own.at(mode))
             for routed_blocks, shared_blocks, block_tokens in launches:
-                common.shared_blocks = shared_blocks
-                common.num_blocks = shared_blocks + routed_blocks
-                self._library.few(common, block_tokens, mode)
-        combine(results, self._ids, out, has_shared=own is not None)
-        return out
+                arguments = FewArgs(
+                    x=source.data_ptr(), elements=elements, scales=scales,
+                    shared_elements=own_elements, shared_scales=own_scales,
+                    pairs=blocks.pairs.data_ptr(), experts=blocks.experts.data_ptr(),
+                    weights=self.weights_Tk.data_ptr(), out=target.data_ptr(),
+                    x_row=source.stride(0), alpha=self.alpha, limit=self.limit,
+                    factor=self.factor, num_pairs=num_pairs,
+                    num_tokens=0 if own is None else num_tokens, top_k=top_k,
+                    width=source.shape[1], outputs=target.shape[1],
+                    shared_blocks=shared_blocks, num_blocks=shared_blocks + routed_blocks,
+                )  # fmt: skip
+                self.library.few(arguments, block_tokens, mode)
+        return self._combined(results, own)
+
+    def run_many(self, routed: _Matrices, own: _Matrices | None) -> Tensor:
+        """Pairs sorted by expert; results are rounded to bf16 before they are added up."""
+        num_tokens, top_k = self.ids_Tk.shape
+        order = sort_pairs(self.ids_Tk, _elements(routed.gate_up).shape[0], MANY_TOKENS)
+        hidden, results = self._buffers(routed, own, torch.bfloat16)
+        ordered = torch.empty(
+            results.shape[0], self.x_TM.shape[1], dtype=torch.bfloat16, device=hidden.device
+        )
+        is_mxfp8 = isinstance(routed.gate_up, Mxfp8Weight)
+        self.library.gather(self.x_TM, order.pairs, ordered, top_k=top_k, is_mxfp8=is_mxfp8)
+        for mode, source, target in ((Mode.UP, ordered, hidden), (Mode.DOWN, hidden, results)):
+            elements, scales = _pointers(routed.at(mode))
+            own_elements, own_scales = (None, None) if own is None else _pointers(own.at(mode))
+            arguments = ManyArgs(
+                elements=elements, scales=scales, shared_elements=own_elements,
+                shared_scales=own_scales, experts=order.experts.data_ptr(),
+                firsts=order.firsts.data_ptr(), counts=order.counts.data_ptr(),
+                pairs=order.pairs.data_ptr(), weights=self.weights_Tk.data_ptr(),
+                out=target.data_ptr(), alpha=self.alpha, limit=self.limit, factor=self.factor,
+                num_pairs=self.ids_Tk.numel(), num_tokens=0 if own is None else num_tokens,
+                width=source.shape[1], outputs=target.shape[1], max_blocks=order.max_blocks,
+            )  # fmt: skip
+            self.library.many(arguments, source, mode)
+        return self._combined(results, own)
+
+    def _buffers(
+        self, routed: _Matrices, own: _Matrices | None, dtype: torch.dtype
+    ) -> tuple[Tensor, Tensor]:
+        """Hidden rows bf16, and results: of all pairs, then of the shared expert's tokens."""
+        _, width, inner = _elements(routed.down).shape
+        rows = self.ids_Tk.numel() + len(self.ids_Tk) * (own is not None)
+        device = self.x_TM.device
+        hidden = torch.empty(rows, inner, dtype=torch.bfloat16, device=device)
+        return hidden, torch.empty(rows, width, dtype=dtype, device=device)
+
+    def _combined(self, results: Tensor, own: _Matrices | None) -> Tensor:
+        out_TM = torch.empty_like(self.x_TM, memory_format=torch.contiguous_format)
+        combine(results, self.ids_Tk, out_TM, has_shared=own is not None)
+        return out_TM
 
 
 def _block_of(num_tokens: int) -> int:
@@ -193,12 +237,15 @@ def _aligned(rows: Tensor) -> bool:
     return rows.stride(1) == 1 and rows.stride(0) % 8 == 0 and rows.data_ptr() % 16 == 0
 
 
-def _serves(x_TM: Tensor, gate_up: Weight, down: Weight) -> bool:
-    columns = MXFP8_COLUMNS if isinstance(gate_up, Mxfp8Weight) else PLAIN_COLUMNS
-    widths = (_elements(gate_up).shape[-1], _elements(down).shape[-1])
+def _serves(x_TM: Tensor, routed: _Matrices, *, is_few: bool) -> bool:
+    is_mxfp8 = isinstance(routed.gate_up, Mxfp8Weight)
+    _, width, inner = _elements(routed.down).shape
+    columns = MXFP8_COLUMNS if is_mxfp8 else PLAIN_COLUMNS if is_few else MANY_COLUMNS
     return (
         x_TM.dtype == torch.bfloat16
         and _aligned(x_TM)
-        and isinstance(gate_up, Mxfp8Weight) == isinstance(down, Mxfp8Weight)
-        and not any(width % columns for width in widths)
+        and is_mxfp8 == isinstance(routed.down, Mxfp8Weight)
+        and not width % columns
+        and not inner % columns
+        and (is_few or not width % MANY_ROWS)
     )
