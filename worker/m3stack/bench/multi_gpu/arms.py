@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -41,22 +43,18 @@ class Arm:
 
 
 def arms_of(world: int) -> tuple[Arm, ...]:
-    """All arms for a machine of so many GPUs, those that need no more of them first."""
+    """All arms for a machine of so many GPUs, the more telling ones first."""
     real = [Arm(1)]
     if world > 1:
-        real += [
-            Arm(world),
-            Arm(world, index_in_parts=True),
-            Arm(world, expert_parallel=world),
-            Arm(world, expert_parallel=world, index_in_parts=True),
-        ]
+        real += [Arm(world), Arm(world, index_in_parts=True), Arm(world, expert_parallel=world)]
     shapes = [
         Arm(ranks, index_in_parts=parts)
         for ranks in (2, 4, 8)
         if ranks > world
         for parts in (False, True)
     ]
-    return (*real, *shapes)
+    both = [Arm(world, expert_parallel=world, index_in_parts=True)] if world > 1 else []
+    return (*real, *shapes, *both)
 
 
 class BenchMesh:
@@ -72,7 +70,20 @@ class BenchMesh:
     def __init__(self, rank: int, size: int, group: dist.ProcessGroup | None) -> None:
         self.rank, self.size = rank, size
         self._group = group if size > 1 else None
-        self.is_silent = False
+        self._is_silent = False
+
+    @contextmanager
+    def silent(self) -> Iterator[None]:
+        """Leaves the collectives out, gathering included."""
+        self._is_silent = True
+        try:
+            yield
+        finally:
+            self._is_silent = False
+
+    @property
+    def is_silent(self) -> bool:
+        return self._is_silent
 
     @property
     def num_real(self) -> int:
@@ -81,7 +92,7 @@ class BenchMesh:
 
     @property
     def _talks(self) -> bool:
-        return self.num_real > 1 and not self.is_silent
+        return self.num_real > 1 and not self._is_silent
 
     def all_reduce(self, x: Tensor) -> Tensor:
         if self._talks:

@@ -128,14 +128,15 @@ class ArmBench:
                 batch = self._step(1, [context] * batch_size)
                 work = floors.decode(self._config, self._place, batch_size, context)
                 timed = self._timed(batch, work, is_captured=True)
-                attention = self._attention(batch)
+                attention_us, silent_us = self._attention(batch)
                 least = floors.attention_decode_bytes(
                     self._config, self._place, batch_size, context
                 )
                 yield {
                     **self._named("decode", batch_size, context),
                     **timed,
-                    "attention_us": attention,
+                    "attention_us": attention_us,
+                    "silent_attention_us": silent_us,
                     "attention_floor_us": self._machine.ceiling.least_us(least, 0.0),
                 }
 
@@ -182,24 +183,25 @@ class ArmBench:
 
     def _timed(self, batch: DeviceBatch, work: floors.Work, *, is_captured: bool) -> Row:
         """Step times with and without collectives, and a layer's share of them."""
-        model, layers, num_layers = self._model, self._pool.layers, self._config.num_layers
-        forward = partial(model.forward, batch, layers)
-        step_ms = self._watch.median_ms(forward, is_captured=is_captured)
-        ends_ms = self._without_layers(batch, is_captured=is_captured)
-        self._mesh.is_silent = True
-        silent_ms = self._watch.median_ms(forward, is_captured=is_captured)
-        silent_ends_ms = self._without_layers(batch, is_captured=is_captured)
-        self._mesh.is_silent = False
-        layer_us = (step_ms - ends_ms) / num_layers * 1e3
+        layer_us = self._layer_us(batch, is_captured=is_captured)
+        silent_us = layer_us
+        if self._arm.ranks > 1:
+            with self._mesh.silent():
+                silent_us = self._layer_us(batch, is_captured=is_captured)
         floor_us = self._machine.ceiling.least_us(work.num_bytes, work.flops)
         return {
-            "step_ms": step_ms,
-            "ends_ms": ends_ms,
+            "ends_ms": self._without_layers(batch, is_captured=is_captured),
             "layer_us": layer_us,
-            "silent_layer_us": (silent_ms - silent_ends_ms) / num_layers * 1e3,
+            "silent_layer_us": silent_us,
             "layer_floor_us": floor_us,
             "of_floor": floor_us / layer_us,
         }
+
+    def _layer_us(self, batch: DeviceBatch, *, is_captured: bool) -> float:
+        forward = partial(self._model.forward, batch, self._pool.layers)
+        step_ms = self._watch.median_ms(forward, is_captured=is_captured)
+        ends_ms = self._without_layers(batch, is_captured=is_captured)
+        return (step_ms - ends_ms) / self._config.num_layers * 1e3
 
     def _without_layers(self, batch: DeviceBatch, *, is_captured: bool) -> float:
         key = (len(batch.token_ids_T), is_captured, self._mesh.is_silent)
@@ -211,8 +213,8 @@ class ArmBench:
             model.layers = layers
         return self._ends_ms[key]
 
-    def _attention(self, batch: DeviceBatch) -> float:
-        """Microseconds of block choice and block attention of one layer, exchange included."""
+    def _attention(self, batch: DeviceBatch) -> tuple[float, float]:
+        """Microseconds of a layer's block choice and attention, with and without exchange."""
         config, rank, machine = self._config, self._place, self._machine
         own = config.per_rank(rank.tp_size)
         device, num_rows = machine.place.device, len(batch.token_ids_T)
@@ -245,7 +247,12 @@ class ArmBench:
                     )
                 kernels.block_attention(q_THD, pages, blocks_GTK, batch.rows, scale)
 
-        return self._watch.median_ms(attend) / len(self._pool.layers) * 1e3
+        per_layer_us = 1e3 / len(self._pool.layers)
+        whole_us = self._watch.median_ms(attend) * per_layer_us
+        if not rank.index_in_parts:
+            return whole_us, whole_us
+        with self._mesh.silent():
+            return whole_us, self._watch.median_ms(attend) * per_layer_us
 
     def _step(self, num_rows: int, ends: Sequence[int]) -> DeviceBatch:
         config = self._config
