@@ -206,6 +206,7 @@ class _Worker:
         )
         self._board.replace_identity(self._identity(assembly.limits.max_context_tokens))
         self._board.set_load_source(lambda: engine.load)
+        self._board.set_cache_source(assembly.parts.pages.journal)
         # what is loaded stays: the collector need not walk it again and again
         gc.collect()
         gc.freeze()

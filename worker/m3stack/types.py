@@ -207,3 +207,4 @@ class Load:
     used_pages: int
     total_pages: int
     steps: int
+    prompt_tokens_per_s: float = 0.0

@@ -7,7 +7,7 @@ all layers of one page, so a copy is never partial.
 from __future__ import annotations
 
 from collections import Counter, OrderedDict
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from enum import Enum
 
@@ -53,6 +53,11 @@ class HostTier:
         # held keys that nobody has pinned, least recently used first
         self._evictable: OrderedDict[bytes, None] = OrderedDict()
         self._pins: Counter[bytes] = Counter()
+        self._dropped: Callable[[bytes], None] = lambda _: None
+
+    def listen(self, dropped: Callable[[bytes], None]) -> None:
+        """Calls `dropped` with every key that is held no longer."""
+        self._dropped = dropped
 
     @property
     def num_held(self) -> int:
@@ -64,6 +69,10 @@ class HostTier:
 
     def holds(self, key: bytes) -> bool:
         return key in self._slot_of
+
+    def keys(self) -> Iterable[bytes]:
+        """Every key that is held."""
+        return self._slot_of.keys()
 
     def use(self, key: bytes) -> int | None:
         """The slot of a key, which becomes the most recently used; None if it is not held."""
@@ -113,6 +122,7 @@ class HostTier:
             del self._key_of[slot]
             self._evictable.pop(key, None)
             self._free.append(slot)
+            self._dropped(key)
 
     def drop_slot(self, slot: int) -> None:
         """Forgets whatever a slot holds, if anything."""

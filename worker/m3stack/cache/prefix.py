@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from m3stack.cache.host import CopyDirection, HostTier, PageCopy, broken_pages
+from m3stack.cache.journal import PageJournal
 from m3stack.cache.pages import PageAllocator
 
 ROOT_KEY = b"m3stack page chain v1"
@@ -90,6 +91,15 @@ class PrefixCache:
         self._idle: OrderedDict[int, None] = OrderedDict()
         self._copies: list[PageCopy] = []
         self._epoch = 0
+        # without sharing there is nothing that others could find
+        self._journal = PageJournal() if enabled else None
+        if host is not None:
+            host.listen(self._note)
+
+    @property
+    def journal(self) -> PageJournal | None:
+        """News of what requests can find here; None if they share nothing."""
+        return self._journal
 
     @property
     def enabled(self) -> bool:
@@ -187,12 +197,14 @@ class PrefixCache:
             assert page in self._idle, "invariant: a private page is idle until it is claimed"
             del self._idle[page], self._page_of[key], self._key_of[page]
             self._drop_host(key)
+            self._note(key)
             return page, False
         found = self.fetch(key)
         if found is not None:
             del self._page_of[key], self._key_of[found[0]]
             self._pages.give_back(found[0])
             self._drop_host(key)
+            self._note(key)
         return found
 
     def take(self, count: int) -> list[int]:
@@ -219,6 +231,7 @@ class PrefixCache:
         self._pages.share(page)
         self._page_of[key] = page
         self._key_of[page] = key
+        self._note(key)
 
     def release(self, pages: Sequence[int]) -> None:
         """Gives up the caller's ownership of a sequence's pages, in order of position."""
@@ -276,6 +289,8 @@ class PrefixCache:
         if self._host is not None:
             self._host.reset()
         self._epoch += 1
+        if self._journal is not None:
+            self._journal.restart()
         return freed
 
     def check(self, owned: Sequence[int]) -> None:
@@ -285,6 +300,10 @@ class PrefixCache:
         assert set(self._idle) == set(self._key_of) - set(owned), "idle pages miscounted"
         if self._host is not None:
             self._host.check()
+        if self._journal is not None:
+            assert self._journal.num_held == len(
+                set(self._page_of) | set(self._host.keys() if self._host is not None else ())
+            ), "the journal tells of other pages than are held"
 
     def check_unpinned(self) -> None:
         """Raises AssertionError if a host page is still pinned."""
@@ -298,8 +317,14 @@ class PrefixCache:
         return page
 
     def _unregister(self, page: int) -> None:
-        del self._page_of[self._key_of.pop(page)]
+        key = self._key_of.pop(page)
+        del self._page_of[key]
         self._pages.give_back(page)
+        self._note(key)
+
+    def _note(self, key: bytes) -> None:
+        if self._journal is not None:
+            self._journal.note(key, is_held=self.knows(key))
 
     def _drop_host(self, key: bytes) -> None:
         if self._host is not None:

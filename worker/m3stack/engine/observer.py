@@ -16,6 +16,9 @@ from m3stack.types import Event, Failed, Finished, Started, Tokens
 
 _log = logging.getLogger(__name__)
 
+# a step with a few prompt tokens says how long a step takes, not how many tokens one could hold
+_MIN_RATE_TOKENS = 64
+
 
 @dataclass(frozen=True, slots=True)
 class StepTimes:
@@ -55,6 +58,12 @@ class Observer:
         self._totals = Totals()
         self._book = AccountBook()
         self._watched: dict[int, _Watched] = {}
+        self._prompt_tokens_per_s = 0.0
+
+    @property
+    def prompt_tokens_per_s(self) -> float:
+        """Prompt tokens computed in a second of late, while there were some; 0: none yet."""
+        return self._prompt_tokens_per_s
 
     def accepted(self, sequence: Sequence, *, submitted_at: float, upload_s: float) -> None:
         """A request has reached the engine, after spending some time on its upload."""
@@ -138,6 +147,10 @@ class Observer:
             self._add(
                 row.handle, Phase.PREFILL, times, Totals(1, duration_s, num_tokens), "", tokens
             )
+        prompt_tokens = sum(row.end - row.start for row in prompts)
+        if prompt_tokens >= _MIN_RATE_TOKENS and duration_s > 0:
+            rate, before = prompt_tokens / duration_s, self._prompt_tokens_per_s
+            self._prompt_tokens_per_s = rate if not before else before + (rate - before) / 8
         # phases that end with this step do not hold it
         totals.steps += 1
         totals.steps_s += duration_s

@@ -190,6 +190,7 @@ def load_to_proto(load: Load) -> pb.Load:
         used_pages=load.used_pages,
         total_pages=load.total_pages,
         steps=load.steps,
+        prompt_tokens_per_s=load.prompt_tokens_per_s,
     )
 
 
@@ -201,6 +202,7 @@ def load_from_proto(load: pb.Load) -> Load:
         used_pages=load.used_pages,
         total_pages=load.total_pages,
         steps=load.steps,
+        prompt_tokens_per_s=load.prompt_tokens_per_s,
     )
 
 

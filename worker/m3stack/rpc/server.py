@@ -134,7 +134,9 @@ class WorkerService(pb_grpc.WorkerServiceServicer):
                 ErrorKind.INVALID_REQUEST, text + str(MAX_HEARTBEAT_MS), "heartbeat_ms"
             )
             await abort(context, error)
-        async with aclosing(self._parts.board.watch(WatchTiming(heartbeat_ms / 1000))) as messages:
+        timing = WatchTiming(heartbeat_ms / 1000)
+        watch = self._parts.board.watch(timing, with_cache=request.cache_events)
+        async with aclosing(watch) as messages:
             async for message in messages:
                 await context.write(message)
 

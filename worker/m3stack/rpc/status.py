@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import AsyncGenerator, Callable
 from dataclasses import dataclass, replace
 
+from m3stack.cache.journal import CacheNews, PageJournal, Place
 from m3stack.rpc.convert import load_to_proto
 from m3stack.types import Load, WorkerState
 from m3stack.worker.v1 import worker_pb2 as pb
@@ -35,6 +36,7 @@ class StatusBoard:
         self._state = WorkerState.LOADING
         self._is_closed = False
         self._measure: Callable[[], Load] = lambda: _NO_LOAD
+        self._journal: PageJournal | None = None
         self._changes: set[asyncio.Event] = set()
         self._listeners: list[Callable[[WorkerState], None]] = []
 
@@ -59,6 +61,10 @@ class StatusBoard:
         """Where load comes from once there is an engine."""
         self._measure = measure
 
+    def set_cache_source(self, journal: PageJournal | None) -> None:
+        """Where news of the cache come from; None if requests share no pages."""
+        self._journal = journal
+
     def replace_identity(self, identity: pb.Identity) -> None:
         """Corrects the identity; a watch that has told another one ends, to be started anew."""
         self.identity = identity
@@ -69,26 +75,32 @@ class StatusBoard:
         self._is_closed = True
         self._notify()
 
-    async def watch(self, timing: WatchTiming) -> AsyncGenerator[pb.WatchResponse, None]:
-        """Messages for one watcher, until `close`."""
+    async def watch(
+        self, timing: WatchTiming, *, with_cache: bool = False
+    ) -> AsyncGenerator[pb.WatchResponse, None]:
+        """Messages for one watcher, until `close`; news of the cache come along if wished for."""
         changed = asyncio.Event()
         self._changes.add(changed)
         loop = asyncio.get_running_loop()
         told: tuple[WorkerState, Load] | None = None
         told_at = loop.time()
+        place: Place | None = None
         identity = self.identity
         try:
             while not self._is_closed and identity == self.identity:
                 changed.clear()
                 now = (self._state, self._measure())
                 is_due = loop.time() - told_at >= timing.heartbeat_s
-                if told is None or is_due or _differs(told, now):
+                news = self._journal.news(place) if with_cache and self._journal else None
+                if told is None or is_due or news or _differs(told, now):
                     yield pb.WatchResponse(
                         identity=identity if told is None else None,
                         state=f"WORKER_STATE_{now[0].name}",
                         load=load_to_proto(now[1]),
+                        cache=_cache_to_proto(news) if news else None,
                     )
                     told, told_at = now, loop.time()
+                    place = news.place if news is not None else place
                 pause = min(timing.load_interval_s, timing.heartbeat_s)
                 try:
                     async with asyncio.timeout(pause):
@@ -104,5 +116,12 @@ class StatusBoard:
 
 
 def _differs(told: tuple[WorkerState, Load], now: tuple[WorkerState, Load]) -> bool:
-    # a step count that alone moved on is worth a heartbeat, not a message of its own
-    return told[0] is not now[0] or replace(told[1], steps=0) != replace(now[1], steps=0)
+    # a step count or a rate that alone moved on is worth a heartbeat, not a message of its own
+    before, after = (replace(load, steps=0, prompt_tokens_per_s=0.0) for _, load in (told, now))
+    return told[0] is not now[0] or before != after
+
+
+def _cache_to_proto(news: CacheNews) -> pb.CacheEvents:
+    return pb.CacheEvents(
+        is_restart=news.is_restart, epoch=news.epoch, added=news.added, removed=news.removed
+    )
