@@ -34,11 +34,13 @@ from m3stack.kernels.build import KernelUnavailableError
 from m3stack.kernels.interface import Kernels
 from m3stack.kernels.select import build_kernels
 from m3stack.kernels.shape import KernelShape
+from m3stack.layers import Place
 from m3stack.models.minimax_m3.config import M3Config
 from m3stack.models.minimax_m3.model import M3Model
+from m3stack.models.minimax_m3.random_weights import random_model
 from m3stack.models.minimax_m3.ranks import Rank, tensor_rank
 from m3stack.models.minimax_m3.slices import rank_slices
-from m3stack.models.minimax_m3.weights import load_model
+from m3stack.models.minimax_m3.weights import holds_mxfp8_alone, load_model
 from m3stack.parallel import ALONE, Mesh, ProcessMesh
 from m3stack.pools import build_host_pool, build_pool, context_within, page_shape
 from m3stack.rpc.checks import ModelLimits
@@ -199,16 +201,24 @@ def _load(
     own = model_config.per_rank(mesh.size, width_ranks=rank.width_ranks)
     kernels = _kernels(config.kernels, own, hardware)
     _log.info("kernels name=%s", kernels.name)
-    model = load_model(
-        Path(config.model_path),
-        config=model_config,
-        kernels=kernels,
-        device=hardware.device,
-        dtype=hardware.dtype,
-        progress=progress,
-        mesh=mesh,
-        rank=rank,
-    )
+    keeps_mxfp8 = _keeps_mxfp8(config, model_config, hardware)
+    if config.random_weights:
+        _log.warning("weights are random: answers are noise")
+        place = Place(hardware.device, hardware.dtype, keeps_mxfp8=keeps_mxfp8)
+        model = random_model(model_config, kernels=kernels, place=place, mesh=mesh, rank=rank)
+        progress(1, 1)
+    else:
+        model = load_model(
+            Path(config.model_path),
+            config=model_config,
+            kernels=kernels,
+            device=hardware.device,
+            dtype=hardware.dtype,
+            progress=progress,
+            keep_quantised=keeps_mxfp8,
+            mesh=mesh,
+            rank=rank,
+        )
     if hardware.device.type == "cpu":
         _set_threads(config, model)
     return model
@@ -216,6 +226,23 @@ def _load(
 
 def place_of(config: WorkerConfig, rank: int) -> Rank:
     """What a rank of the worker holds of its model."""
+def _keeps_mxfp8(config: WorkerConfig, model: M3Config, hardware: Hardware) -> bool:
+    """Whether text linears stay in MXFP8 on the device.
+
+    Raises:
+        StartupError: they are to be kept beside activations that the kernels do not take.
+    """
+    is_bf16 = hardware.dtype == torch.bfloat16
+    if config.mxfp8_weights == "keep" and not is_bf16 and hardware.device.type == "cuda":
+        raise StartupError(
+            f"mxfp8_weights is keep and dtype is {config.dtype}: kernels take MXFP8 weights beside "
+            "bfloat16 only; choose dtype bfloat16, or mxfp8_weights decode"
+        )
+    if config.mxfp8_weights != "auto":
+        return config.mxfp8_weights == "keep"
+    return is_bf16 and hardware.device.type == "cuda" and holds_mxfp8_alone(model)
+
+
     return tensor_rank(
         rank,
         config.tensor_parallel,

@@ -98,6 +98,18 @@ class WorkerConfig:
         _one_of(DTYPES),
     )
     kernels: str = _setting("auto", "kernel back end; auto picks by device", _any)
+    mxfp8_weights: str = _setting(
+        "auto",
+        "what becomes of a checkpoint's MXFP8 weights: keep (half the memory, decoded inside the "
+        "kernels), decode (to dtype, at load); auto: kept on a GPU in bfloat16, where all text "
+        "linears are MXFP8",
+        _one_of(("auto", "keep", "decode")),
+    )
+    random_weights: bool = _setting(
+        False,
+        "draw weights on the device instead of reading any: for measuring speed, answers are noise",
+        _any,
+    )
     tensor_parallel: int = _setting(
         1, "ranks that share the model, each a process and, on GPUs, a GPU", _at_least(1)
     )

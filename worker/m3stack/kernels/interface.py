@@ -95,8 +95,8 @@ class Mxfp8Weight:
     """A weight kept in MXFP8; `quantised/mxfp8.py` says what its values are.
 
     Attributes:
-        elements: float8_e4m3fn [..., out, in].
-        scales: uint8 [..., out, in / 32], E8M0.
+        elements: float8_e4m3fn [..., out, in]; in a weight that kernels get, none is NaN.
+        scales: uint8 [..., out, in / 32], E8M0; in such a weight 0 to 134, or 255 for NaN.
     """
 
     elements: Tensor

@@ -18,6 +18,8 @@ from m3stack.kernels.interface import Mxfp8Weight
 GROUP_VALUES = 32
 SCALE_BIAS = 127
 NAN_SCALE = 255
+# of weights that kernels decode in registers: their factor is a bf16 of 2^120 times the scale
+MOST_KEPT_SCALE = 134
 
 # 464 = 0.90625 * 2^9, in the form that frexp gives; it rounds to 448, the even neighbour
 _LARGEST_FRACTION, _LARGEST_EXPONENT = 0.90625, 9

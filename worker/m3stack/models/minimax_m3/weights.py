@@ -78,6 +78,12 @@ def load_model(
     return model
 
 
+def holds_mxfp8_alone(config: M3Config) -> bool:
+    """Whether every text linear of the checkpoint is in MXFP8, so that all can stay so."""
+    slices = rank_slices(config, WHOLE)
+    return all(item.stored is WeightFormat.MXFP8 for item in slices.values() if item.is_quantisable)
+
+
 def load_rank(
     path: Path | str,
     *,
@@ -222,8 +228,20 @@ def _fill_one(
         in_groups = replace(item, columns=item.columns.divided(mxfp8.GROUP_VALUES))
         yield from _copy(source, weight, Part.SCALES, in_groups, scales)
         yield from _copy(source, weight, Part.ELEMENTS, item, values)
+        _require_usual(weight, _target_rows(item, values), _target_rows(item, scales))
     else:
         yield from _decode(source, weight, item, values)
+
+
+def _require_usual(weight: str, elements: Tensor, scales: Tensor) -> None:
+    """Kernels that decode in registers have no time for what no trained weight holds."""
+    is_nan = (elements.view(torch.uint8) & 0x7F) == 0x7F
+    is_huge = (scales > mxfp8.MOST_KEPT_SCALE) & (scales != mxfp8.NAN_SCALE)
+    if bool(is_nan.any() | is_huge.any()):
+        raise StartupError(
+            f"tensor {weight} holds a NaN or a scale above {mxfp8.MOST_KEPT_SCALE} (2^7), which "
+            "cannot be kept in MXFP8; set mxfp8_weights to decode"
+        )
 
 
 def _copy(source: _Source, weight: str, part: Part, item: Slice, target: Tensor) -> Iterator[int]:
