@@ -11,6 +11,7 @@ BENCHES = {
     "gateway": ("m3stack.bench.gateway", "overhead and throughput against a scripted worker"),
     "worker": ("m3stack.bench.worker", "tokens a second of one worker over gRPC"),
     "media": ("m3stack.bench.media", "pictures and clips from bytes to patches"),
+    "layers": ("m3stack.bench.layers", "where a step's time goes in layers of the real widths"),
     "kernels": (
         "m3stack.bench.kernels.__main__",
         "the GPU kernels, each checked before it is timed",
