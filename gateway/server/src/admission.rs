@@ -1,12 +1,14 @@
 //! Who may come in: a permit a request, and a shared budget for the bytes all requests hold.
 
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
+use std::time::Instant;
 
 use tokio::sync::{OwnedSemaphorePermit, Semaphore};
 
 use crate::error::{ErrorKind, GatewayError};
 use crate::telemetry::Metrics;
+use crate::tenants::Tenants;
 
 /// Bytes are counted in steps of this, so that a budget of terabytes still fits a semaphore.
 const STEP_BYTES: u64 = 4096;
@@ -14,23 +16,44 @@ const STEP_BYTES: u64 = 4096;
 /// The door of the gateway. Nobody waits at it: what does not fit is told to come back.
 #[derive(Debug)]
 pub struct Admission {
-    places: Arc<Semaphore>,
+    taken: Arc<AtomicU32>,
     max_requests: u32,
+    tenants: Arc<Tenants>,
     steps: Arc<Semaphore>,
     max_bytes: u64,
     is_closed: AtomicBool,
     metrics: Arc<Metrics>,
 }
 
+/// Who asks, as far as that decides whether there is room.
+#[derive(Clone, Copy, Debug, Default)]
+pub struct Caller<'a> {
+    /// On whose behalf; empty is one tenant like any other.
+    pub tenant: &'a str,
+    /// Above 0 is urgent, below 0 can wait.
+    pub priority: i32,
+}
+
 /// The right to be served; dropping it makes room.
 #[derive(Debug)]
 pub struct Permit {
-    _place: OwnedSemaphorePermit,
+    taken: Arc<AtomicU32>,
+    tenants: Arc<Tenants>,
+    tenant: String,
     metrics: Arc<Metrics>,
+}
+
+impl Permit {
+    /// Notes tokens that the request has used.
+    pub fn charge(&self, tokens: u64) {
+        self.tenants.charge(&self.tenant, tokens, Instant::now());
+    }
 }
 
 impl Drop for Permit {
     fn drop(&mut self) {
+        self.taken.fetch_sub(1, Ordering::AcqRel);
+        self.tenants.leave(&self.tenant, Instant::now());
         self.metrics.running(-1);
     }
 }
@@ -51,11 +74,17 @@ impl ByteLease {
 
 impl Admission {
     /// Room for that many requests and bytes at once.
-    pub fn new(max_requests: u32, max_bytes: u64, metrics: Arc<Metrics>) -> Self {
+    pub fn new(
+        max_requests: u32,
+        max_bytes: u64,
+        tenants: Arc<Tenants>,
+        metrics: Arc<Metrics>,
+    ) -> Self {
         let steps = usize::try_from(max_bytes.div_ceil(STEP_BYTES)).unwrap_or(usize::MAX);
         Self {
-            places: Arc::new(Semaphore::new(max_requests as usize)),
+            taken: Arc::default(),
             max_requests,
+            tenants,
             steps: Arc::new(Semaphore::new(steps.min(Semaphore::MAX_PERMITS))),
             max_bytes,
             is_closed: AtomicBool::new(false),
@@ -63,26 +92,61 @@ impl Admission {
         }
     }
 
-    /// Lets one request in.
+    /// Lets one ordinary request of nobody in particular in.
     ///
     /// # Errors
-    /// `Overloaded` when all places are taken, `Draining` after [`Admission::close`].
+    /// As [`Admission::enter_as`].
     pub fn enter(&self) -> Result<Permit, GatewayError> {
+        self.enter_as(Caller::default())
+    }
+
+    /// Lets one request in. Urgent ones have a tenth of the places on top, those that can wait
+    /// leave a fifth of them free.
+    ///
+    /// # Errors
+    /// `Overloaded` when its places or its tenant's are taken, `Draining` after
+    /// [`Admission::close`].
+    pub fn enter_as(&self, caller: Caller<'_>) -> Result<Permit, GatewayError> {
         if self.is_closed() {
             return Err(GatewayError::new(
                 ErrorKind::Draining,
                 "the gateway is shutting down; send the request to another one",
             ));
         }
-        let place = Arc::clone(&self.places).try_acquire_owned().map_err(|_| {
-            let limit = self.max_requests;
-            GatewayError::new(
+        let limit = self.places(caller.priority);
+        let take = |taken: u32| (taken < limit).then_some(taken + 1);
+        if self.taken.fetch_update(Ordering::AcqRel, Ordering::Acquire, take).is_err() {
+            return Err(GatewayError::new(
                 ErrorKind::Overloaded,
                 format!("all {limit} places for running requests are taken; try again shortly"),
-            )
-        })?;
+            ));
+        }
+        if let Err(refusal) = self.tenants.enter(caller.tenant, Instant::now()) {
+            self.taken.fetch_sub(1, Ordering::AcqRel);
+            return Err(refusal);
+        }
         self.metrics.running(1);
-        Ok(Permit { _place: place, metrics: Arc::clone(&self.metrics) })
+        Ok(Permit {
+            taken: Arc::clone(&self.taken),
+            tenants: Arc::clone(&self.tenants),
+            tenant: caller.tenant.to_owned(),
+            metrics: Arc::clone(&self.metrics),
+        })
+    }
+
+    /// Requests at once when one of this priority is the last of them.
+    fn places(&self, priority: i32) -> u32 {
+        let all = self.max_requests;
+        match priority {
+            1.. => all.saturating_add(all / 10),
+            0 => all,
+            _ => (all - all / 5).max(1),
+        }
+    }
+
+    /// What tenants have left.
+    pub fn tenants(&self) -> &Tenants {
+        &self.tenants
     }
 
     /// Grows a lease to at least `bytes`.
@@ -131,7 +195,7 @@ mod tests {
     use super::*;
 
     fn admission(max_requests: u32, max_bytes: u64) -> Admission {
-        Admission::new(max_requests, max_bytes, Arc::new(Metrics::default()))
+        Admission::new(max_requests, max_bytes, Arc::default(), Arc::new(Metrics::default()))
     }
 
     #[test]
@@ -144,6 +208,39 @@ mod tests {
         drop(inside);
 
         assert_eq!(door.metrics.running_now(), 0);
+        assert!(door.enter().is_ok());
+    }
+
+    #[test]
+    fn what_can_wait_leaves_room_and_what_is_urgent_finds_some() {
+        let door = admission(10, 0);
+        let enter = |priority| door.enter_as(Caller { tenant: "", priority });
+        let mut inside: Vec<_> = (0..8).map(|_| enter(-1).unwrap()).collect();
+
+        let refusal = enter(-1).unwrap_err();
+        assert!(refusal.message.contains("all 8 places"), "{refusal}");
+        inside.extend([enter(0).unwrap(), enter(0).unwrap()]);
+        assert_eq!(enter(0).unwrap_err().kind, ErrorKind::Overloaded);
+        inside.push(enter(3).unwrap());
+        assert_eq!(enter(3).unwrap_err().kind, ErrorKind::Overloaded);
+
+        drop(inside);
+        assert!(enter(-1).is_ok());
+    }
+
+    #[test]
+    fn a_tenant_that_is_refused_holds_no_place() {
+        let table = toml::from_str("[tenants.a]\nmax_concurrent_requests = 1\n").unwrap();
+        let tenants = Arc::new(Tenants::new(table));
+        let door = Admission::new(2, 0, tenants, Arc::new(Metrics::default()));
+        let as_a = Caller { tenant: "a", priority: 0 };
+
+        let _inside = door.enter_as(as_a).unwrap();
+        for _ in 0..5 {
+            assert_eq!(door.enter_as(as_a).unwrap_err().code, "rate_limit_exceeded");
+        }
+
+        assert_eq!(door.metrics.running_now(), 1);
         assert!(door.enter().is_ok());
     }
 

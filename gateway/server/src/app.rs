@@ -12,8 +12,11 @@ use tokio_util::sync::CancellationToken;
 use crate::admission::Admission;
 use crate::blocking::BlockingPool;
 use crate::config::GatewayConfig;
+use crate::discovery::Discovery;
 use crate::media::MediaLoader;
 use crate::telemetry::Metrics;
+use crate::tenants::{LimitTable, Tenants};
+use crate::tls::{ServerTls, worker_tls};
 use crate::workers::WorkerPool;
 
 /// Why an app could not be built.
@@ -35,9 +38,17 @@ pub enum StartError {
         /// The model's own.
         limit: u32,
     },
-    /// A worker's address is no URI.
-    #[error("a worker's address cannot be used: {0}")]
-    Worker(#[from] tonic::transport::Error),
+    /// A worker, or a way to find workers, cannot be used.
+    #[error("workers: {0}")]
+    Workers(String),
+    /// A certificate, a key or a file of limits cannot be used.
+    #[error("{key}: {message}")]
+    File {
+        /// The setting that names it.
+        key: &'static str,
+        /// Which file, and what is wrong with it.
+        message: String,
+    },
     /// The address to serve on cannot be had.
     #[error("cannot listen on {address}: {source}")]
     Listen {
@@ -64,7 +75,11 @@ pub struct App {
     /// Fetches and decodes.
     pub media: Arc<MediaLoader>,
     /// The workers.
-    pub workers: WorkerPool,
+    pub workers: Arc<WorkerPool>,
+    /// What keeps the list of workers.
+    pub discovery: Discovery,
+    /// What clients are shown; `None` serves plain HTTP.
+    pub tls: Option<ServerTls>,
     /// The door.
     pub admission: Admission,
     /// Threads for long texts.
@@ -75,6 +90,8 @@ pub struct App {
     pub created: u64,
     /// Cancelled when running requests have no time left.
     pub abort: CancellationToken,
+    /// Cancelled when an operator asks for what SIGTERM does.
+    pub leave: CancellationToken,
 }
 
 impl App {
@@ -104,21 +121,39 @@ impl App {
         if max_context_tokens > limit {
             return Err(StartError::ContextTooLong { asked: max_context_tokens, limit });
         }
+        // before anything of ours speaks TLS, to whomever; a second call changes nothing
+        let _ = rustls::crypto::ring::default_provider().install_default();
+        let file = |key, message| StartError::File { key, message };
+        let tls = config.tls_dir.as_deref().map(ServerTls::open).transpose();
+        let tls = tls.map_err(|message| file("tls_dir", message))?;
+        let worker_tls = config.worker_tls_dir.as_deref().map(worker_tls).transpose();
+        let worker_tls = worker_tls.map_err(|message| file("worker_tls_dir", message))?;
+        let limits_by_tenant = config.tenant_limits.as_deref().map(LimitTable::read).transpose();
+        let limits_by_tenant =
+            limits_by_tenant.map_err(|message| file("tenant_limits", message))?;
+        let tenants = Arc::new(Tenants::new(limits_by_tenant.unwrap_or_default()));
         let metrics = Arc::new(Metrics::default());
+        let workers =
+            WorkerPool::new(config.routing, facts.clone(), worker_tls, Arc::clone(&metrics));
+        let workers = Arc::new(workers);
         let cores = std::thread::available_parallelism().map_or(1, |n| n.get() as u32);
         Ok(Arc::new(Self {
             limits: limits(&config, &model),
             max_context_tokens,
             media: Arc::new(MediaLoader::new(&config.media, Arc::clone(&metrics))),
-            workers: WorkerPool::start(&config.workers, facts.clone())?,
+            discovery: Discovery::start(&config.workers, &workers).map_err(StartError::Workers)?,
+            workers,
+            tls,
             admission: Admission::new(
                 config.max_concurrent_requests,
                 config.max_buffered_bytes,
+                tenants,
                 Arc::clone(&metrics),
             ),
             text_pool: BlockingPool::new(cores),
             created: unix_now().try_into().unwrap_or(0),
             abort: CancellationToken::new(),
+            leave: CancellationToken::new(),
             metrics,
             model,
             config,

@@ -132,12 +132,15 @@ pub struct GatewayError {
     pub code: &'static str,
     /// For the log only.
     pub detail: Option<String>,
+    /// Seconds after which trying again makes sense, if it is not as for all of its kind.
+    pub retry_after_s: Option<u32>,
 }
 
 impl GatewayError {
     /// An error of that kind with its default code.
     pub fn new(kind: ErrorKind, message: impl Into<String>) -> Self {
-        Self { kind, message: message.into(), param: None, code: kind.row().code, detail: None }
+        let code = kind.row().code;
+        Self { kind, message: message.into(), param: None, code, detail: None, retry_after_s: None }
     }
 
     /// Our own mistake: neutral to the client, explained to the log.
@@ -157,6 +160,13 @@ impl GatewayError {
     #[must_use]
     pub fn because(mut self, detail: impl Into<String>) -> Self {
         self.detail = Some(detail.into());
+        self
+    }
+
+    /// The same error, telling when to come back.
+    #[must_use]
+    pub fn retry_after(mut self, seconds: u32) -> Self {
+        self.retry_after_s = Some(seconds);
         self
     }
 
@@ -191,6 +201,7 @@ impl From<RequestError> for GatewayError {
             param: error.param.filter(|param| !param.is_empty()),
             code: error.code.unwrap_or(kind.row().code),
             detail: None,
+            retry_after_s: None,
         }
     }
 }

@@ -2,12 +2,13 @@
 //!
 //! Read `pipeline` first: it tells a request's story. One way only:
 //! `http` → `pipeline` → `reply` → `sample` → { `media`, `workers`, `reader` } → core;
-//! `admission`, `blocking`, `config`, `error` and `telemetry` are leaves.
+//! `discovery` keeps the list of `workers`; `admission`, `tenants`, `tls`, `blocking`, `config`, `error` and `telemetry` are leaves.
 
 pub mod admission;
 pub mod app;
 mod blocking;
 pub mod config;
+pub mod discovery;
 pub mod error;
 pub mod http;
 pub mod media;
@@ -18,6 +19,8 @@ mod reply;
 mod run;
 mod sample;
 pub mod telemetry;
+pub mod tenants;
+pub mod tls;
 pub mod workers;
 
 pub use app::{App, StartError};

@@ -1,5 +1,6 @@
 //! From settings to a served port and back: start, signals, drain, exit code.
 
+use std::sync::Arc;
 use std::time::Duration;
 
 use tokio::net::TcpListener;
@@ -61,19 +62,35 @@ async fn serve_until_signal(config: GatewayConfig) -> Result<(), StartError> {
     let stop = CancellationToken::new();
     let mut terminate = signal(SignalKind::terminate())?;
     let mut interrupt = signal(SignalKind::interrupt())?;
+    let mut hangup = signal(SignalKind::hangup())?;
     // a port that is taken should be said before a large tokenizer is read
     let address = config.listen.clone();
-    let listener = TcpListener::bind(&address)
-        .await
-        .map_err(|source| StartError::Listen { address: address.clone(), source })?;
+    let listener = listen(&address).await?;
+    let admin = match &config.admin_listen {
+        Some(address) => Some(listen(address).await?),
+        None => None,
+    };
     let app = App::start(config)?;
     tracing::info!(
         %address,
         model = %app.config.served_model_name,
         tokenizer = app.model.prompt_builder.tokenizer().engine_name(),
         workers = app.config.workers.len(),
+        tls = app.tls.is_some(),
+        admin = app.config.admin_listen.as_deref().unwrap_or("off"),
         "gateway listens"
     );
+    let gone = CancellationToken::new();
+    let admin = admin
+        .map(|listener| tokio::spawn(http::serve_admin(Arc::clone(&app), listener, gone.clone())));
+    let follower = Arc::clone(&app);
+    let refreshing = tokio::spawn(async move {
+        while hangup.recv().await.is_some() {
+            tracing::info!("SIGHUP: looking for workers again");
+            follower.discovery.refresh();
+        }
+    });
+    let leave = app.leave.clone();
     if let Some(missing) = app.media.missing_for_video() {
         tracing::warn!(missing, "clips will be refused");
     }
@@ -89,11 +106,23 @@ async fn serve_until_signal(config: GatewayConfig) -> Result<(), StartError> {
     tokio::select! {
         outcome = serving.as_mut() => return outcome.map_err(|error| StartError::System(error.into())),
         name = received() => tracing::info!(signal = name, "stopping"),
+        () = leave.cancelled() => tracing::info!("stopping: an operator asked for it"),
     }
     stop.cancel();
     tokio::select! {
         _ = serving.as_mut() => {}
         name = received() => tracing::warn!(signal = name, "stopping at once"),
     }
+    // operators see the drain to its end
+    gone.cancel();
+    refreshing.abort();
+    if let Some(admin) = admin {
+        let _ = admin.await;
+    }
     Ok(())
+}
+
+async fn listen(address: &str) -> Result<TcpListener, StartError> {
+    let bound = TcpListener::bind(address).await;
+    bound.map_err(|source| StartError::Listen { address: address.to_owned(), source })
 }

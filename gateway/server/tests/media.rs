@@ -264,7 +264,7 @@ async fn samples_of_one_prompt_upload_its_media_once_if_the_worker_keeps_it() {
 
 #[tokio::test]
 async fn too_many_and_too_large_media_are_refused_before_any_worker_is_asked() {
-    let (worker, gateway) = setup(&["--max-media-bytes", "20000"]).await;
+    let (worker, gateway) = setup(&["--set", "max_media_bytes=20000"]).await;
     let small = picture(&data_url("img_gray1.png"));
 
     let many = ask(&gateway, &vec![small.clone(); 201]).await;
@@ -311,7 +311,8 @@ async fn media_come_over_http_and_each_url_is_fetched_once() {
 #[tokio::test]
 async fn an_origin_that_fails_is_a_502_or_504_and_never_our_500() {
     let origin = Origin::start().await;
-    let flags = ["--allow-private-media", "--media-timeout-s", "1", "--max-media-bytes", "50000"];
+    let flags =
+        ["--allow-private-media", "--set", "media_timeout_s=1", "--set", "max_media_bytes=50000"];
     let (worker, gateway) = setup(&flags).await;
     for (path, status, word) in [
         ("/missing", 502, "404"),
@@ -417,7 +418,7 @@ async fn what_was_seen_a_turn_ago_is_neither_probed_nor_decoded_again() {
 
 #[tokio::test]
 async fn without_a_cache_the_same_bytes_still_arrive() {
-    let (worker, gateway) = setup(&["--media-cache-bytes", "0"]).await;
+    let (worker, gateway) = setup(&["--set", "media_cache_bytes=0"]).await;
     let part = picture(&data_url("img_progressive.jpg"));
     assert_eq!(ask(&gateway, &[part.clone(), part.clone()]).await.status, 200);
     assert_eq!(ask(&gateway, &[part]).await.status, 200);
@@ -433,23 +434,24 @@ async fn each_limit_of_a_request_is_named_with_its_figure_before_anything_is_dec
     let still = || picture(&data_url("img_truncated_128.jpg"));
     let clip = || video(&data_url("vid_cfr_h264.mp4"));
     // 128x96 of 30 frames, 5 of them taken, all to be decoded
-    for (flag, limit, parts, status, words) in [
-        ("--max-request-media-tokens", "23", vec![still(), still()], 400, "24 tokens"),
-        ("--max-request-video-frames", "7", vec![clip(), clip()], 400, "8 video frames"),
-        ("--max-request-decoded-pixels", "368639", vec![clip()], 400, "368640 decoded pixels"),
-        ("--max-request-media-bytes", "5000", vec![clip(), clip()], 413, "6316 bytes"),
-        ("--max-image-pixels", "100", vec![still()], 400, "limit is 100"),
-        ("--max-image-pixels", "100", vec![clip()], 400, "limit is 100"),
-        ("--max-video-duration-s", "2", vec![clip()], 400, "limit is 2 s"),
-        ("--max-request-images", "1", vec![still(), still()], 400, "1"),
-        ("--max-request-videos", "1", vec![clip(), clip()], 400, "1"),
+    for (setting, parts, status, words) in [
+        ("max_request_media_tokens=23", vec![still(), still()], 400, "24 tokens"),
+        ("max_request_video_frames=7", vec![clip(), clip()], 400, "8 video frames"),
+        ("max_request_decoded_pixels=368639", vec![clip()], 400, "368640 decoded pixels"),
+        ("max_request_media_bytes=5000", vec![clip(), clip()], 413, "6316 bytes"),
+        ("max_image_pixels=100", vec![still()], 400, "limit is 100"),
+        ("max_image_pixels=100", vec![clip()], 400, "limit is 100"),
+        ("max_video_duration_s=2", vec![clip()], 400, "limit is 2 s"),
+        ("max_request_images=1", vec![still(), still()], 400, "1"),
+        ("max_request_videos=1", vec![clip(), clip()], 400, "1"),
     ] {
-        let (worker, gateway) = setup(&[flag, limit]).await;
+        let (worker, gateway) = setup(&["--set", setting]).await;
         let reply = ask(&gateway, &parts).await;
-        assert_eq!(reply.status, status, "{flag}: {}", reply.text);
-        assert!(reply.message().contains(words), "{flag}: {}", reply.message());
-        assert!(reply.message().contains(limit), "{flag}: {}", reply.message());
-        assert!(worker.seen().is_empty(), "{flag}");
+        let limit = setting.split('=').next_back().unwrap();
+        assert_eq!(reply.status, status, "{setting}: {}", reply.text);
+        assert!(reply.message().contains(words), "{setting}: {}", reply.message());
+        assert!(reply.message().contains(limit), "{setting}: {}", reply.message());
+        assert!(worker.seen().is_empty(), "{setting}");
         gateway.assert_idle().await;
     }
 }

@@ -421,7 +421,9 @@ fn cost(seat: &Seat, demand: &Demand, matched: f64, policy: &Policy, now_s: f64)
     } else {
         (own - free * f64::from(page_tokens)).max(0.0)
     };
-    let tokens = seat.queued_tokens() + own + lacking + seat.requests() * policy.request_tokens;
+    // ours is waited for by those behind it: joining who computes it already spares them that
+    let work = own * policy.work_weight + lacking + seat.requests() * policy.request_tokens;
+    let tokens = seat.queued_tokens() + work;
     (tokens + policy.request_tokens) / seat.tokens_per_s(policy) / seat.share(policy, now_s)
 }
 

@@ -11,6 +11,9 @@ pub struct SeatId(pub u16);
 pub struct Policy {
     /// What a request that runs beside ours costs it, in prompt tokens computed instead.
     pub request_tokens: f64,
+    /// What a prompt token that must be computed weighs beside one that is waited for; above 1,
+    /// since others wait for it too.
+    pub work_weight: f64,
     /// Prompt tokens a second of a worker that has not said its own rate.
     pub default_tokens_per_s: f64,
     /// A worker with more requests than the mean times this, and `spare_requests` more, gets none
@@ -36,6 +39,7 @@ impl Default for Policy {
     fn default() -> Self {
         Self {
             request_tokens: 128.0,
+            work_weight: 1.5,
             default_tokens_per_s: 8000.0,
             max_imbalance: 1.5,
             spare_requests: 4.0,

@@ -1,5 +1,6 @@
 //! Settings: file, environment and flags in, one checked `GatewayConfig` out.
 
+mod addresses;
 mod raw;
 #[cfg(test)]
 mod tests;
@@ -7,7 +8,11 @@ mod tests;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
+use addresses::{admin_address, listen_address, otlp_endpoint, worker_sources};
+use gateway_core::routing::{BreakerPolicy, Policy};
 use raw::{GatewayKeys, SharedKeys};
+
+pub use addresses::{WorkerSource, worker_uri};
 
 const MIB: u64 = 1024 * 1024;
 
@@ -86,8 +91,24 @@ pub struct GatewayConfig {
     pub log_format: LogFormat,
     /// `host:port` to serve on.
     pub listen: String,
-    /// Worker URIs, `http://host:port`.
-    pub workers: Vec<String>,
+    /// `host:port` for metrics and operators' calls; `None` serves `/metrics` with the rest.
+    pub admin_listen: Option<String>,
+    /// Where workers are found.
+    pub workers: Vec<WorkerSource>,
+    /// How workers are chosen and judged.
+    pub routing: Policy,
+    /// Certificate and key to serve with, and who signs clients' certificates.
+    pub tls_dir: Option<PathBuf>,
+    /// Who signs workers' certificates, and what they are shown.
+    pub worker_tls_dir: Option<PathBuf>,
+    /// API keys.
+    pub api_keys: Option<PathBuf>,
+    /// Limits by tenant.
+    pub tenant_limits: Option<PathBuf>,
+    /// Base URL of an OTLP collector.
+    pub otlp_endpoint: Option<String>,
+    /// Whether the names of vLLM's metrics are shown too.
+    pub vllm_metrics: bool,
     /// Requests served at once.
     pub max_concurrent_requests: u32,
     /// Largest request body.
@@ -181,8 +202,16 @@ fn resolve(shared: SharedKeys, keys: GatewayKeys) -> Result<GatewayConfig, Confi
             .transpose()?,
         log_level: log_level(shared.log_level.as_deref().unwrap_or("info"))?,
         log_format: log_format(keys.log_format.as_deref().unwrap_or("text"))?,
-        listen: listen_address(keys.listen.clone())?,
-        workers: worker_uris(keys.workers.clone())?,
+        listen: listen_address(&keys)?,
+        admin_listen: admin_address(keys.admin_listen.as_deref())?,
+        workers: worker_sources(&keys)?,
+        routing: routing(&keys)?,
+        tls_dir: keys.tls_dir.clone(),
+        worker_tls_dir: keys.worker_tls_dir.clone(),
+        api_keys: keys.api_keys.clone(),
+        tenant_limits: keys.tenant_limits.clone(),
+        otlp_endpoint: otlp_endpoint(keys.otlp_endpoint.as_deref())?,
+        vllm_metrics: keys.vllm_metrics.unwrap_or(false),
         max_concurrent_requests: at_least_one(
             "max_concurrent_requests",
             keys.max_concurrent_requests.unwrap_or(256),
@@ -193,6 +222,29 @@ fn resolve(shared: SharedKeys, keys: GatewayKeys) -> Result<GatewayConfig, Confi
         drain_timeout: seconds(keys.drain_timeout_s, 30),
         media: media_config(keys)?,
         model_path,
+    })
+}
+
+fn routing(keys: &GatewayKeys) -> Result<Policy, ConfigError> {
+    let default = Policy::default();
+    let seconds = |value: Option<u32>, default: f64| value.map_or(default, f64::from);
+    let breaker = BreakerPolicy {
+        faults: at_least_one(
+            "breaker_faults",
+            keys.breaker_faults.unwrap_or(default.breaker.faults),
+        )?,
+        pause_s: seconds(keys.breaker_pause_s, default.breaker.pause_s),
+        ..default.breaker
+    };
+    Ok(Policy {
+        slow_start_s: seconds(keys.slow_start_s, default.slow_start_s),
+        stall_s: at_least_one("worker_stall_s", seconds(keys.worker_stall_s, default.stall_s))?,
+        max_wait_s: match keys.max_queue_wait_s {
+            None | Some(0) => default.max_wait_s,
+            Some(limit) => f64::from(limit),
+        },
+        breaker,
+        ..default
     })
 }
 
@@ -300,44 +352,4 @@ fn log_format(text: &str) -> Result<LogFormat, ConfigError> {
             message: format!("expected text or json, got {text:?}"),
         }),
     }
-}
-
-fn listen_address(given: Option<String>) -> Result<String, ConfigError> {
-    let listen = given.unwrap_or_else(|| "127.0.0.1:8000".into());
-    match listen.rsplit_once(':') {
-        Some((host, port)) if !host.is_empty() && port.parse::<u16>().is_ok() => Ok(listen),
-        _ => Err(ConfigError::Invalid {
-            key: "listen",
-            message: format!("expected host:port, for example 0.0.0.0:8000, got {listen:?}"),
-        }),
-    }
-}
-
-fn worker_uris(given: Option<Vec<String>>) -> Result<Vec<String>, ConfigError> {
-    let given = given.unwrap_or_else(|| vec!["127.0.0.1:50051".into()]);
-    let uris = given
-        .iter()
-        .map(|address| {
-            let invalid = |message: String| ConfigError::Invalid { key: "workers", message };
-            let host_port = address.trim().strip_prefix("http://").unwrap_or(address.trim());
-            if host_port.contains("://") {
-                return Err(invalid(format!(
-                    "only http:// workers are supported, got {address:?}"
-                )));
-            }
-            match host_port.rsplit_once(':') {
-                Some((host, port)) if !host.is_empty() && port.parse::<u16>().is_ok() => {
-                    Ok(format!("http://{host_port}"))
-                }
-                _ => Err(invalid(format!("expected host:port, got {address:?}"))),
-            }
-        })
-        .collect::<Result<Vec<_>, _>>()?;
-    if uris.is_empty() {
-        return Err(ConfigError::Invalid {
-            key: "workers",
-            message: "at least one worker is needed".into(),
-        });
-    }
-    Ok(uris)
 }

@@ -1,9 +1,12 @@
 //! What the user wrote: flags, environment and file, merged but not yet checked.
 
+use std::ffi::OsString;
 use std::path::{Path, PathBuf};
 
-use clap::{Args, CommandFactory, Parser};
-use serde::Deserialize;
+use clap::{Args, CommandFactory, FromArgMatches, Parser};
+use serde::de::DeserializeOwned;
+use serde::{Deserialize, Serialize};
+use toml::{Table, Value};
 
 use super::ConfigError;
 
@@ -13,12 +16,24 @@ const ENV_PREFIX: &str = "M3STACK_GATEWAY_";
 pub(super) fn read<I, S>(arguments: I) -> Result<(SharedKeys, GatewayKeys), ConfigError>
 where
     I: IntoIterator<Item = S>,
-    S: Into<std::ffi::OsString> + Clone,
+    S: Into<OsString> + Clone,
 {
-    let arguments = Arguments::try_parse_from(arguments)?;
-    refuse_unknown_variables(std::env::vars_os().map(|(name, _)| name))?;
+    let matches = command().try_get_matches_from(arguments)?;
+    let arguments = Arguments::from_arg_matches(&matches)?;
+    let variables = tuning_variables(std::env::vars_os())?;
     let file = arguments.config.as_deref().map(read_file).transpose()?.unwrap_or_default();
-    Ok((arguments.shared.or(file.shared), arguments.gateway.or(file.gateway)))
+    let shared = merged("shared", &[table(&file.shared), table(&arguments.shared)])?;
+    let settings = assignments(&arguments.set)?;
+    let layers = [table(&file.gateway), variables, settings, table(&arguments.gateway)];
+    Ok((shared, merged("gateway", &layers)?))
+}
+
+fn command() -> clap::Command {
+    let mut text = String::from("Keys for --set, the file and the environment only:\n");
+    for (name, help) in TUNING {
+        text.push_str(&format!("  {name}\n          {help}\n"));
+    }
+    Arguments::command().after_long_help(text)
 }
 
 /// The m3stack gateway: OpenAI-style REST in, gRPC to the workers out.
@@ -28,14 +43,59 @@ struct Arguments {
     /// TOML file with the tables [shared] and [gateway]; flags and environment win over it.
     #[arg(long, env = "M3STACK_GATEWAY_CONFIG", value_name = "FILE")]
     config: Option<PathBuf>,
+    /// A setting that has no flag of its own (see below); may be given again.
+    #[arg(long, value_name = "KEY=VALUE")]
+    set: Vec<String>,
     #[command(flatten)]
     shared: SharedKeys,
     #[command(flatten)]
     gateway: GatewayKeys,
 }
 
+/// Keys without a flag, and what they mean; the default in brackets.
+const TUNING: &[(&str, &str)] = &[
+    ("max_media_bytes", "Largest picture or clip as sent or fetched [67108864]."),
+    (
+        "max_buffered_bytes",
+        "Bodies and media held at once by all requests; more are answered 429 [1073741824].",
+    ),
+    ("max_request_media_bytes", "Source bytes of all media of one request [268435456]."),
+    ("max_request_images", "Pictures in one request [200]."),
+    ("max_request_videos", "Clips in one request [20]."),
+    ("max_request_media_tokens", "Tokens of all media of one request [what the context holds]."),
+    ("max_request_video_frames", "Frames taken from all clips of one request [15360]."),
+    (
+        "max_request_decoded_pixels",
+        "Pixels decoded for one request, skipped frames included [50000000000].",
+    ),
+    ("max_image_pixels", "Pixels of one picture, or of one frame of a clip [64000000]."),
+    ("max_video_duration_s", "Longest clip [14400]."),
+    (
+        "media_work_bytes",
+        "Memory for decoding at one time; more waits, the cheap before the dear [1073741824].",
+    ),
+    ("media_cache_bytes", "Memory for media seen before; 0 keeps none [268435456]."),
+    ("media_threads", "Threads that decode and resize [number of cores]."),
+    ("max_video_processes", "FFmpeg processes at once [half the cores, at least 1]."),
+    ("media_timeout_s", "Time for fetching one item, and for each FFmpeg run [60]."),
+    (
+        "max_queue_wait_s",
+        "Requests are answered 429 while every worker has prompts of more than this waiting; 0: never [0].",
+    ),
+    (
+        "worker_stall_s",
+        "A worker that has requests and makes no step for so long gets no more [60].",
+    ),
+    (
+        "slow_start_s",
+        "Time over which a worker that has just become ready is given its full share [10].",
+    ),
+    ("breaker_faults", "Failures in a row after which a worker is left alone [5]."),
+    ("breaker_pause_s", "How long at first; each failed trial doubles it, up to 60 [2]."),
+];
+
 /// Keys of the table `[shared]`, the same for gateway and worker.
-#[derive(Clone, Debug, Default, Args, Deserialize)]
+#[derive(Clone, Debug, Default, Args, Serialize, Deserialize)]
 #[serde(deny_unknown_fields, default)]
 pub(super) struct SharedKeys {
     /// Checkpoint directory (config.json, tokenizer.json, chat template; no weights needed here).
@@ -52,72 +112,53 @@ pub(super) struct SharedKeys {
     pub(super) log_level: Option<String>,
 }
 
-/// Keys of the table `[gateway]`.
-#[derive(Clone, Debug, Default, Args, Deserialize)]
+/// Keys of the table `[gateway]`. Those that clap skips have no flag of their own: they stand in
+/// the file, in the environment, or behind `--set`.
+#[derive(Clone, Debug, Default, Args, Serialize, Deserialize)]
 #[serde(deny_unknown_fields, default)]
 pub(super) struct GatewayKeys {
     /// Address to serve REST on [default: 127.0.0.1:8000].
     #[arg(long, env = "M3STACK_GATEWAY_LISTEN", value_name = "HOST:PORT")]
     pub(super) listen: Option<String>,
-    /// Workers, separated by commas [default: 127.0.0.1:50051].
+    /// Address for metrics and operators' calls, or off; then /metrics is served with the rest
+    /// [default: off].
+    #[arg(long, env = "M3STACK_GATEWAY_ADMIN_LISTEN", value_name = "HOST:PORT")]
+    pub(super) admin_listen: Option<String>,
+    /// Workers, separated by commas: host:port, https://host:port, dns://name:port (asked every
+    /// 5 s), k8s://namespace/service:port (watched), file:///path (one a line, read when it
+    /// changes) [default: 127.0.0.1:50051].
+    #[arg(long, env = "M3STACK_GATEWAY_WORKERS", value_name = "WORKER,...", value_delimiter = ',')]
+    pub(super) workers: Option<Vec<String>>,
+    /// Serve HTTPS with tls.crt and tls.key of this directory; ca.crt there: only to clients with
+    /// a certificate it has signed.
+    #[arg(long, env = "M3STACK_GATEWAY_TLS_DIR", value_name = "DIR")]
+    pub(super) tls_dir: Option<PathBuf>,
+    /// For https:// workers: ca.crt of this directory has signed theirs; tls.crt and tls.key, if
+    /// there, are shown to them.
+    #[arg(long, env = "M3STACK_GATEWAY_WORKER_TLS_DIR", value_name = "DIR")]
+    pub(super) worker_tls_dir: Option<PathBuf>,
+    /// File of API keys; without it everyone who reaches the gateway may use it.
+    #[arg(long, env = "M3STACK_GATEWAY_API_KEYS", value_name = "FILE")]
+    pub(super) api_keys: Option<PathBuf>,
+    /// Serve on an address that others can reach without API keys.
     #[arg(
         long,
-        env = "M3STACK_GATEWAY_WORKERS",
-        value_name = "HOST:PORT,...",
-        value_delimiter = ','
+        env = "M3STACK_GATEWAY_ALLOW_ANONYMOUS",
+        value_name = "BOOL",
+        num_args = 0..=1,
+        default_missing_value = "true"
     )]
-    pub(super) workers: Option<Vec<String>>,
+    pub(super) allow_anonymous: Option<bool>,
+    /// TOML file of limits by tenant: tables [default] and [tenants.NAME] with
+    /// max_concurrent_requests and tokens_per_minute.
+    #[arg(long, env = "M3STACK_GATEWAY_TENANT_LIMITS", value_name = "FILE")]
+    pub(super) tenant_limits: Option<PathBuf>,
     /// Requests served at once; more are answered 429 [default: 256].
     #[arg(long, env = "M3STACK_GATEWAY_MAX_CONCURRENT_REQUESTS", value_name = "N")]
     pub(super) max_concurrent_requests: Option<u32>,
     /// Largest request body [default: 67108864].
     #[arg(long, env = "M3STACK_GATEWAY_MAX_REQUEST_BYTES", value_name = "BYTES")]
     pub(super) max_request_bytes: Option<u64>,
-    /// Largest picture or clip as sent or fetched [default: 67108864].
-    #[arg(long, env = "M3STACK_GATEWAY_MAX_MEDIA_BYTES", value_name = "BYTES")]
-    pub(super) max_media_bytes: Option<u64>,
-    /// Bodies and media held at once by all requests; more are answered 429 [default: 1073741824].
-    #[arg(long, env = "M3STACK_GATEWAY_MAX_BUFFERED_BYTES", value_name = "BYTES")]
-    pub(super) max_buffered_bytes: Option<u64>,
-    /// Source bytes of all media of one request [default: 268435456].
-    #[arg(long, env = "M3STACK_GATEWAY_MAX_REQUEST_MEDIA_BYTES", value_name = "BYTES")]
-    pub(super) max_request_media_bytes: Option<u64>,
-    /// Pictures in one request [default: 200].
-    #[arg(long, env = "M3STACK_GATEWAY_MAX_REQUEST_IMAGES", value_name = "N")]
-    pub(super) max_request_images: Option<u32>,
-    /// Clips in one request [default: 20].
-    #[arg(long, env = "M3STACK_GATEWAY_MAX_REQUEST_VIDEOS", value_name = "N")]
-    pub(super) max_request_videos: Option<u32>,
-    /// Tokens of all media of one request [default: what the context holds].
-    #[arg(long, env = "M3STACK_GATEWAY_MAX_REQUEST_MEDIA_TOKENS", value_name = "N")]
-    pub(super) max_request_media_tokens: Option<u64>,
-    /// Frames taken from all clips of one request [default: 15360].
-    #[arg(long, env = "M3STACK_GATEWAY_MAX_REQUEST_VIDEO_FRAMES", value_name = "N")]
-    pub(super) max_request_video_frames: Option<u64>,
-    /// Pixels decoded for one request, skipped frames included [default: 50000000000].
-    #[arg(long, env = "M3STACK_GATEWAY_MAX_REQUEST_DECODED_PIXELS", value_name = "N")]
-    pub(super) max_request_decoded_pixels: Option<u64>,
-    /// Pixels of one picture, or of one frame of a clip [default: 64000000].
-    #[arg(long, env = "M3STACK_GATEWAY_MAX_IMAGE_PIXELS", value_name = "N")]
-    pub(super) max_image_pixels: Option<u64>,
-    /// Longest clip [default: 14400].
-    #[arg(long, env = "M3STACK_GATEWAY_MAX_VIDEO_DURATION_S", value_name = "SECONDS")]
-    pub(super) max_video_duration_s: Option<u32>,
-    /// Memory for decoding at one time; more waits, the cheap before the dear [default: 1073741824].
-    #[arg(long, env = "M3STACK_GATEWAY_MEDIA_WORK_BYTES", value_name = "BYTES")]
-    pub(super) media_work_bytes: Option<u64>,
-    /// Memory for media seen before; 0 keeps none [default: 268435456].
-    #[arg(long, env = "M3STACK_GATEWAY_MEDIA_CACHE_BYTES", value_name = "BYTES")]
-    pub(super) media_cache_bytes: Option<u64>,
-    /// Threads that decode and resize [default: number of cores].
-    #[arg(long, env = "M3STACK_GATEWAY_MEDIA_THREADS", value_name = "N")]
-    pub(super) media_threads: Option<u32>,
-    /// FFmpeg processes at once [default: half the cores, at least 1].
-    #[arg(long, env = "M3STACK_GATEWAY_MAX_VIDEO_PROCESSES", value_name = "N")]
-    pub(super) max_video_processes: Option<u32>,
-    /// Time for fetching one item, and for each FFmpeg run [default: 60].
-    #[arg(long, env = "M3STACK_GATEWAY_MEDIA_TIMEOUT_S", value_name = "SECONDS")]
-    pub(super) media_timeout_s: Option<u32>,
     /// Hosts media may be fetched from; empty means any public one.
     #[arg(
         long,
@@ -144,6 +185,58 @@ pub(super) struct GatewayKeys {
     /// text or json [default: text].
     #[arg(long, env = "M3STACK_GATEWAY_LOG_FORMAT", value_name = "FORMAT")]
     pub(super) log_format: Option<String>,
+    /// Where traces go (OTLP over HTTP, JSON), for example http://collector:4318.
+    #[arg(long, env = "M3STACK_GATEWAY_OTLP_ENDPOINT", value_name = "URL")]
+    pub(super) otlp_endpoint: Option<String>,
+    /// Show the names of vLLM's metrics beside our own.
+    #[arg(
+        long,
+        env = "M3STACK_GATEWAY_VLLM_METRICS",
+        value_name = "BOOL",
+        num_args = 0..=1,
+        default_missing_value = "true"
+    )]
+    pub(super) vllm_metrics: Option<bool>,
+    #[arg(skip)]
+    pub(super) max_media_bytes: Option<u64>,
+    #[arg(skip)]
+    pub(super) max_buffered_bytes: Option<u64>,
+    #[arg(skip)]
+    pub(super) max_request_media_bytes: Option<u64>,
+    #[arg(skip)]
+    pub(super) max_request_images: Option<u32>,
+    #[arg(skip)]
+    pub(super) max_request_videos: Option<u32>,
+    #[arg(skip)]
+    pub(super) max_request_media_tokens: Option<u64>,
+    #[arg(skip)]
+    pub(super) max_request_video_frames: Option<u64>,
+    #[arg(skip)]
+    pub(super) max_request_decoded_pixels: Option<u64>,
+    #[arg(skip)]
+    pub(super) max_image_pixels: Option<u64>,
+    #[arg(skip)]
+    pub(super) max_video_duration_s: Option<u32>,
+    #[arg(skip)]
+    pub(super) media_work_bytes: Option<u64>,
+    #[arg(skip)]
+    pub(super) media_cache_bytes: Option<u64>,
+    #[arg(skip)]
+    pub(super) media_threads: Option<u32>,
+    #[arg(skip)]
+    pub(super) max_video_processes: Option<u32>,
+    #[arg(skip)]
+    pub(super) media_timeout_s: Option<u32>,
+    #[arg(skip)]
+    pub(super) max_queue_wait_s: Option<u32>,
+    #[arg(skip)]
+    pub(super) worker_stall_s: Option<u32>,
+    #[arg(skip)]
+    pub(super) slow_start_s: Option<u32>,
+    #[arg(skip)]
+    pub(super) breaker_faults: Option<u32>,
+    #[arg(skip)]
+    pub(super) breaker_pause_s: Option<u32>,
 }
 
 /// The config file: our two tables; the worker's own table is the worker's business.
@@ -165,15 +258,21 @@ pub(super) fn read_file(path: &Path) -> Result<ConfigFile, ConfigError> {
     })
 }
 
-/// A misspelt variable would otherwise be a setting that silently does nothing.
-pub(super) fn refuse_unknown_variables(
-    names: impl Iterator<Item = std::ffi::OsString>,
-) -> Result<(), ConfigError> {
+/// The settings without a flag that stand in the environment. A misspelt variable would otherwise
+/// be a setting that silently does nothing.
+pub(super) fn tuning_variables(
+    variables: impl Iterator<Item = (OsString, OsString)>,
+) -> Result<Table, ConfigError> {
     let command = Arguments::command();
     let known: Vec<_> = command.get_arguments().filter_map(clap::Arg::get_env).collect();
-    for name in names {
+    let mut table = Table::new();
+    for (name, value) in variables {
         let text = name.to_string_lossy();
         let Some(suffix) = text.strip_prefix(ENV_PREFIX) else { continue };
+        if let Some((key, _)) = TUNING.iter().find(|(key, _)| key.to_uppercase() == suffix) {
+            table.insert((*key).to_owned(), value_of(&value.to_string_lossy()));
+            continue;
+        }
         // kubernetes sets these for a service called m3stack-gateway
         let is_service_link =
             suffix == "PORT" || suffix.starts_with("PORT_") || suffix.starts_with("SERVICE_");
@@ -181,53 +280,55 @@ pub(super) fn refuse_unknown_variables(
             return Err(ConfigError::UnknownVariable { name: text.into_owned() });
         }
     }
-    Ok(())
+    Ok(table)
 }
 
-impl SharedKeys {
-    fn or(self, file: Self) -> Self {
-        Self {
-            model_path: self.model_path.or(file.model_path),
-            served_model_name: self.served_model_name.or(file.served_model_name),
-            max_context_tokens: self.max_context_tokens.or(file.max_context_tokens),
-            log_level: self.log_level.or(file.log_level),
+/// What stands behind `--set`.
+fn assignments(given: &[String]) -> Result<Table, ConfigError> {
+    let mut table = Table::new();
+    for text in given {
+        let invalid = |message: String| ConfigError::Invalid { key: "set", message };
+        let Some((key, value)) = text.split_once('=') else {
+            return Err(invalid(format!("expected KEY=VALUE, got {text:?}")));
+        };
+        let key = key.trim();
+        if !TUNING.iter().any(|(name, _)| *name == key) {
+            let flag = format!("--{}", key.replace('_', "-"));
+            let is_flag = Arguments::command()
+                .get_arguments()
+                .any(|argument| argument.get_long() == flag.strip_prefix("--"));
+            return Err(invalid(if is_flag {
+                format!("{key} has a flag of its own: {flag}")
+            } else {
+                format!("there is no setting {key:?}; `m3stack-gateway --help` lists them")
+            }));
         }
+        table.insert(key.to_owned(), value_of(value));
     }
+    Ok(table)
 }
 
-impl GatewayKeys {
-    fn or(self, file: Self) -> Self {
-        Self {
-            listen: self.listen.or(file.listen),
-            workers: self.workers.or(file.workers),
-            max_concurrent_requests: self.max_concurrent_requests.or(file.max_concurrent_requests),
-            max_request_bytes: self.max_request_bytes.or(file.max_request_bytes),
-            max_media_bytes: self.max_media_bytes.or(file.max_media_bytes),
-            max_buffered_bytes: self.max_buffered_bytes.or(file.max_buffered_bytes),
-            max_request_media_bytes: self.max_request_media_bytes.or(file.max_request_media_bytes),
-            max_request_images: self.max_request_images.or(file.max_request_images),
-            max_request_videos: self.max_request_videos.or(file.max_request_videos),
-            max_request_media_tokens: self
-                .max_request_media_tokens
-                .or(file.max_request_media_tokens),
-            max_request_video_frames: self
-                .max_request_video_frames
-                .or(file.max_request_video_frames),
-            max_request_decoded_pixels: self
-                .max_request_decoded_pixels
-                .or(file.max_request_decoded_pixels),
-            max_image_pixels: self.max_image_pixels.or(file.max_image_pixels),
-            max_video_duration_s: self.max_video_duration_s.or(file.max_video_duration_s),
-            media_work_bytes: self.media_work_bytes.or(file.media_work_bytes),
-            media_cache_bytes: self.media_cache_bytes.or(file.media_cache_bytes),
-            media_threads: self.media_threads.or(file.media_threads),
-            max_video_processes: self.max_video_processes.or(file.max_video_processes),
-            media_timeout_s: self.media_timeout_s.or(file.media_timeout_s),
-            allowed_media_hosts: self.allowed_media_hosts.or(file.allowed_media_hosts),
-            allow_private_media: self.allow_private_media.or(file.allow_private_media),
-            request_timeout_s: self.request_timeout_s.or(file.request_timeout_s),
-            drain_timeout_s: self.drain_timeout_s.or(file.drain_timeout_s),
-            log_format: self.log_format.or(file.log_format),
-        }
+/// A number or a truth where the text is one, else the text.
+fn value_of(text: &str) -> Value {
+    let text = text.trim();
+    let parsed = toml::from_str::<Table>(&format!("value = {text}")).ok();
+    let value = parsed.and_then(|mut table| table.remove("value"));
+    value.unwrap_or_else(|| Value::String(text.to_owned()))
+}
+
+fn table(keys: &impl Serialize) -> Table {
+    // every key is a text, a number, a truth or a list of texts, all of which toml can say
+    Table::try_from(keys).unwrap_or_default()
+}
+
+/// One set of keys; of several layers that say the same, the last is heard.
+fn merged<T: DeserializeOwned>(name: &'static str, layers: &[Table]) -> Result<T, ConfigError> {
+    let mut whole = Table::new();
+    for layer in layers {
+        whole.extend(layer.clone());
     }
+    T::deserialize(whole).map_err(|error| ConfigError::Invalid {
+        key: name,
+        message: error.to_string().trim().replace('\n', " "),
+    })
 }

@@ -60,6 +60,8 @@ pub(super) async fn ready(State(app): State<Arc<App>>) -> Response {
             "ready": workers.ready,
             "loading": workers.loading,
             "draining": workers.draining,
+            "stalled": workers.stalled,
+            "broken": workers.broken,
             "refused": workers.refused,
             "unreachable": workers.unreachable,
         },
@@ -74,7 +76,12 @@ pub(super) async fn ready(State(app): State<Arc<App>>) -> Response {
 
 /// `GET /metrics`
 pub(super) async fn metrics(State(app): State<Arc<App>>) -> Response {
-    let mut response = Response::new(Body::from(app.metrics.page(app.workers.count())));
+    let fleet = app.workers.fleet();
+    let mut page = app.metrics.page(&fleet);
+    if app.config.vllm_metrics {
+        page.push_str(&app.metrics.vllm_page(&app.config.served_model_name, &fleet));
+    }
+    let mut response = Response::new(Body::from(page));
     let text = HeaderValue::from_static("text/plain; version=0.0.4; charset=utf-8");
     response.headers_mut().insert(header::CONTENT_TYPE, text);
     response

@@ -8,11 +8,12 @@ use axum::body::Body;
 use hyper::server::conn::http1;
 use hyper::service::service_fn;
 use hyper_util::rt::{TokioIo, TokioTimer};
+use tokio::io::{AsyncRead, AsyncWrite};
 use tokio::net::{TcpListener, TcpStream};
 use tokio::task::JoinSet;
 use tokio_util::sync::CancellationToken;
 
-use super::{observe, router};
+use super::{admin, observe, router};
 use crate::app::App;
 
 /// Time for a client to send the head of a request.
@@ -21,6 +22,29 @@ const HEAD_TIMEOUT: Duration = Duration::from_secs(30);
 const ACCEPT_PAUSE: Duration = Duration::from_millis(50);
 /// Time for aborted replies to tell their clients.
 const LAST_WORDS: Duration = Duration::from_secs(2);
+
+/// Time for a client to greet by TLS.
+const GREETING_TIMEOUT: Duration = Duration::from_secs(10);
+
+/// Serves operators until `gone`; plain HTTP, on a listener of its own.
+pub async fn serve_admin(app: Arc<App>, listener: TcpListener, gone: CancellationToken) {
+    let router = admin::router(&app);
+    let mut connections = JoinSet::new();
+    loop {
+        tokio::select! {
+            () = gone.cancelled() => break,
+            accepted = listener.accept() => match accepted {
+                Ok((stream, _)) => {
+                    let (app, router, gone) = (Arc::clone(&app), router.clone(), gone.clone());
+                    connections.spawn(speak(app, router, stream, gone));
+                }
+                Err(_) => tokio::time::sleep(ACCEPT_PAUSE).await,
+            },
+            Some(_) = connections.join_next() => {}
+        }
+    }
+    connections.shutdown().await;
+}
 
 /// Serves until `stop`, then lets running requests finish within the configured time; what is
 /// left after it is ended with an error.
@@ -57,6 +81,7 @@ async fn drain(app: &App, connections: &mut JoinSet<()>) {
         let _ = tokio::time::timeout(LAST_WORDS, all_gone(connections)).await;
     }
     connections.shutdown().await;
+    app.discovery.stop();
     app.workers.stop();
 }
 
@@ -70,6 +95,19 @@ async fn connection(app: Arc<App>, router: Router, stream: TcpStream, stop: Canc
         tracing::debug!(%error, "a connection died at once");
         return;
     }
+    let Some(tls) = &app.tls else { return speak(app, router, stream, stop).await };
+    let greeting = tls.acceptor().accept(stream);
+    match tokio::time::timeout(GREETING_TIMEOUT, greeting).await {
+        Ok(Ok(stream)) => speak(app, router, stream, stop).await,
+        Ok(Err(error)) => tracing::debug!(%error, "a connection was not greeted by TLS"),
+        Err(_) => tracing::debug!("a connection was too slow to greet by TLS"),
+    }
+}
+
+async fn speak<S>(app: Arc<App>, router: Router, stream: S, stop: CancellationToken)
+where
+    S: AsyncRead + AsyncWrite + Unpin + Send + 'static,
+{
     let service = service_fn(move |request: hyper::Request<hyper::body::Incoming>| {
         let (app, router) = (Arc::clone(&app), router.clone());
         async move {

@@ -1,10 +1,14 @@
 //! Every metric of the gateway, by name, with its closed set of labels.
 
+mod vllm;
+
 use std::time::Duration;
 
 use super::caches::{CacheClass, CacheCounts};
 use super::exposition::{Counter, Gauge, Histogram, Page};
+use super::routing::{Fleet, RoutingCounts};
 use crate::error::ErrorKind;
+use gateway_core::routing::Reason;
 
 /// Bounds in seconds for work inside the gateway.
 const SHORT: &[f64] =
@@ -82,21 +86,6 @@ const STATUSES: &[u16] = &[200, 400, 404, 405, 408, 413, 415, 429, 499, 500, 502
 /// What can become of a media item that a worker was offered.
 const SHIPMENTS: &[&str] = &["sent", "held"];
 
-/// How many workers are in which state, at the time of a scrape.
-#[derive(Clone, Copy, Debug, Default)]
-pub struct WorkerCount {
-    /// Taking requests.
-    pub ready: usize,
-    /// Reading weights.
-    pub loading: usize,
-    /// Finishing what they have.
-    pub draining: usize,
-    /// Serving another model.
-    pub refused: usize,
-    /// Not answering.
-    pub unreachable: usize,
-}
-
 /// The gateway's numbers; one instance an `App`, so that two in a process do not mix.
 #[derive(Debug)]
 pub struct Metrics {
@@ -116,7 +105,7 @@ pub struct Metrics {
     media_items: Box<[Counter]>,
     video_processes: Gauge,
     media_caches: CacheCounts,
-    retries: Counter,
+    routing: RoutingCounts,
 }
 
 fn counters(count: usize) -> Box<[Counter]> {
@@ -147,7 +136,7 @@ impl Default for Metrics {
             media_items: counters(media * SHIPMENTS.len()),
             video_processes: Gauge::default(),
             media_caches: CacheCounts::default(),
-            retries: Counter::default(),
+            routing: RoutingCounts::default(),
         }
     }
 }
@@ -240,18 +229,27 @@ impl Metrics {
 
     /// A request was given to a second worker.
     pub fn retried(&self) {
-        self.retries.add(1);
+        self.routing.retried();
+    }
+
+    /// A worker was chosen, with that many prompt tokens thought to be in its cache.
+    pub fn routed(&self, reason: Reason, matched_tokens: u32, taken: Duration) {
+        self.routing.chosen(reason, matched_tokens, taken);
+    }
+
+    /// A request was sent away because every worker has too much to do.
+    pub fn shed(&self) {
+        self.routing.shed();
     }
 
     /// The whole page in Prometheus text format.
-    pub fn page(&self, workers: WorkerCount) -> String {
+    pub fn page(&self, fleet: &Fleet) -> String {
         let mut page = Page::new();
         self.write_http(&mut page);
         self.write_replies(&mut page);
         self.write_media(&mut page);
-        write_workers(&mut page, workers);
-        page.head("m3stack_gateway_worker_retries_total", "counter", "Requests tried elsewhere.");
-        page.sample("m3stack_gateway_worker_retries_total", "", self.retries.value());
+        self.routing.write(&mut page);
+        fleet.write(&mut page);
         write_process(&mut page);
         page.into_text()
     }
@@ -363,20 +361,6 @@ impl Metrics {
         page.head(name, "gauge", "FFmpeg processes alive.");
         page.sample(name, "", self.video_processes.value());
         self.media_caches.write(page);
-    }
-}
-
-fn write_workers(page: &mut Page, workers: WorkerCount) {
-    let name = "m3stack_gateway_workers";
-    page.head(name, "gauge", "Configured workers by state.");
-    for (label, count) in [
-        ("ready", workers.ready),
-        ("loading", workers.loading),
-        ("draining", workers.draining),
-        ("refused", workers.refused),
-        ("unreachable", workers.unreachable),
-    ] {
-        page.sample(name, &format!("state=\"{label}\""), count);
     }
 }
 

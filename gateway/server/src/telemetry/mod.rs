@@ -3,9 +3,11 @@
 mod caches;
 mod exposition;
 mod metrics;
+mod routing;
 
 pub use caches::CacheClass;
-pub use metrics::{MediaClass, Metrics, RouteLabel, TokenClass, WorkerCount};
+pub use metrics::{MediaClass, Metrics, RouteLabel, TokenClass};
+pub use routing::{Fleet, WorkerCount};
 
 use tracing_subscriber::EnvFilter;
 
@@ -27,6 +29,8 @@ pub fn start_logging(level: LogLevel, format: LogFormat) {
     let builder = tracing_subscriber::fmt()
         .with_env_filter(filter)
         .with_ansi(is_terminal)
+        // a line that cannot be written is lost: to say so on the same full disk would panic
+        .log_internal_errors(false)
         .with_writer(std::io::stderr);
     let outcome = match format {
         LogFormat::Text => builder.with_target(false).try_init(),

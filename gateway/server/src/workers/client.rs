@@ -6,6 +6,7 @@ use std::task::{Context, Poll};
 use futures::FutureExt;
 use futures::future::BoxFuture;
 use futures::stream::Stream;
+use gateway_core::routing::Outcome;
 use tokio::sync::mpsc;
 use tokio::time::{Instant, Sleep};
 use tonic::metadata::MetadataValue;
@@ -91,6 +92,11 @@ impl WorkerEvents {
         self.lease.id
     }
 
+    /// The right to be served by it.
+    pub fn lease(&self) -> &WorkerLease {
+        &self.lease
+    }
+
     /// The next event; `None` once `Finished` was given.
     ///
     /// # Errors
@@ -100,14 +106,27 @@ impl WorkerEvents {
         if self.is_finished {
             return Ok(None);
         }
-        let event = self.next_event().await;
+        let event = match self.next_event().await {
+            Ok(event) => {
+                // who says tokens works, whatever becomes of the request
+                if !matches!(event, WorkerEvent::Started { .. }) {
+                    self.lease.judge(Outcome::Served);
+                }
+                Ok(event)
+            }
+            Err(Failed::Worker(error)) => {
+                self.lease.judge(judgement(error.kind));
+                Err(error)
+            }
+            Err(Failed::Media(error)) => Err(error),
+        };
         if matches!(event, Ok(WorkerEvent::Finished { .. }) | Err(_)) {
             self.is_finished = true;
         }
         event.map(Some)
     }
 
-    async fn next_event(&mut self) -> Result<WorkerEvent, GatewayError> {
+    async fn next_event(&mut self) -> Result<WorkerEvent, Failed> {
         let lost = self.lease.lost.clone();
         loop {
             tokio::select! {
@@ -117,15 +136,18 @@ impl WorkerEvents {
                     match outcome {
                         // the call itself knows better why it ended
                         Err(error) if error.kind == ErrorKind::WorkerUnavailable => {}
-                        outcome => outcome?,
+                        Err(error) => return Err(Failed::Media(error)),
+                        Ok(()) => {}
                     }
                 }
                 reply = next_reply(&mut self.opening, &mut self.replies) => match reply? {
                     wire::Reply::Event(event) => return Ok(event),
                     wire::Reply::Needs(needed) => self.begin_upload(needed)?,
                 },
-                () = &mut self.deadline => return Err(wire::deadline_exceeded()),
-                () = lost.cancelled() => return Err(broken("it was restarted or fell silent")),
+                () = &mut self.deadline => return Err(wire::deadline_exceeded().into()),
+                () = lost.cancelled() => {
+                    return Err(broken("it was restarted or fell silent").into());
+                }
             }
         }
     }
@@ -147,6 +169,27 @@ impl WorkerEvents {
         if let Some(replies) = &mut self.replies {
             let _ = replies.message().now_or_never();
         }
+    }
+}
+
+/// Whose doing a failure is.
+enum Failed {
+    Worker(GatewayError),
+    Media(GatewayError),
+}
+
+impl From<GatewayError> for Failed {
+    fn from(error: GatewayError) -> Self {
+        Self::Worker(error)
+    }
+}
+
+/// What a failed call says about the worker: refusals, full queues and the request's own deadline
+/// say nothing.
+fn judgement(kind: ErrorKind) -> Outcome {
+    match kind {
+        ErrorKind::WorkerUnavailable | ErrorKind::Internal => Outcome::Fault,
+        _ => Outcome::Neutral,
     }
 }
 

@@ -1,22 +1,35 @@
 //! The workers as the rest of the gateway sees them: who they are, how they fare, what they say.
 
 pub mod client;
+mod demand;
+mod lease;
 mod pool;
-mod routing;
 mod session;
+mod shared;
 mod upload;
 mod wire;
 
 use std::sync::Arc;
 
 pub use client::{GenerateCall, UploadWork, WorkerEvents};
-pub use pool::{WorkerLease, WorkerPool};
+use gateway_core::routing::SeatLoad;
+pub use lease::WorkerLease;
+pub use pool::WorkerPool;
 pub use upload::{ChunkSender, ItemUpload, gather};
 pub use wire::{ItemHeader, RequestHeader, header_bytes};
 
-/// Place of a worker in the configured list.
+/// Number of a worker; none is given twice.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct WorkerId(pub u32);
+
+/// Where a worker is.
+#[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub struct WorkerAddress {
+    /// `http://host:port` or `https://host:port`.
+    pub uri: String,
+    /// The name its certificate is for, if it is not the host.
+    pub tls_name: Option<String>,
+}
 
 /// Whether a worker takes requests, and if not, why.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -27,6 +40,10 @@ pub enum WorkerState {
     Loading,
     /// Finishes what it has and takes nothing new.
     Draining,
+    /// Has requests and makes no step.
+    Stalled,
+    /// Has failed several requests in a row and is left alone for a while.
+    Broken,
     /// Serves another model than this gateway prepares requests for.
     Refused {
         /// Where the two differ.
@@ -39,28 +56,19 @@ pub enum WorkerState {
     },
 }
 
-/// What a worker last reported of its queue.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub struct WorkerLoad {
-    /// Requests in its batch.
-    pub running_requests: u32,
-    /// Requests it has accepted and not begun.
-    pub waiting_requests: u32,
-    /// Prompt tokens accepted and not yet computed.
-    pub waiting_prompt_tokens: u64,
-}
-
 /// One worker at one moment.
-#[derive(Clone, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug, PartialEq)]
 pub struct WorkerView {
-    /// Its place in the list.
+    /// Its number.
     pub id: WorkerId,
+    /// Where it is.
+    pub address: Arc<str>,
     /// Whether it takes requests.
     pub state: WorkerState,
     /// Its own last word on its load.
-    pub load: WorkerLoad,
-    /// Requests this gateway has given it since that word, less those that have ended.
-    pub unreported_requests: i64,
+    pub load: SeatLoad,
+    /// Requests this gateway has given it that have not ended.
+    pub assigned_requests: i64,
     /// Longest prompt plus output it serves; 0 while unknown.
     pub max_context_tokens: u32,
 }

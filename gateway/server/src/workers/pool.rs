@@ -1,66 +1,35 @@
 //! Holds the workers: follows each, hands out leases, says what is missing.
 
 use std::sync::Arc;
-use std::sync::atomic::{AtomicI64, AtomicUsize, Ordering};
-use std::time::Duration;
+use std::sync::atomic::{AtomicU32, Ordering};
+use std::time::{Duration, Instant};
 
 use gateway_core::model::ModelFacts;
+use gateway_core::routing::{
+    Choice, Demand, Health, MAX_SEATS, NoChoice, Policy, Router, SeatLoad,
+};
 use tokio::sync::watch;
-use tokio::task::JoinHandle;
-use tokio_util::sync::CancellationToken;
-use tonic::transport::{Channel, Endpoint};
+use tonic::transport::{Channel, ClientTlsConfig, Endpoint};
 
+use super::demand::{demand, number};
 use super::session::{Report, Session};
-use super::{WorkerId, WorkerState, WorkerView, routing};
+use super::shared::{Member, Shared};
+use super::{RequestHeader, WorkerAddress, WorkerId, WorkerLease, WorkerState, WorkerView};
 use crate::error::{ErrorKind, GatewayError};
-use crate::telemetry::WorkerCount;
+use crate::telemetry::{Fleet, Metrics, WorkerCount};
 
 const CONNECT_TIMEOUT: Duration = Duration::from_secs(2);
+/// A connection whose other end is gone without a word is found dead after these two.
+const KEEP_ALIVE: (Duration, Duration) = (Duration::from_secs(10), Duration::from_secs(5));
 /// Token replies are small; windows this size never throttle them.
 const WINDOW_BYTES: u32 = 1 << 20;
 
-/// The configured workers and the tasks that follow them.
+/// The workers and the tasks that follow them.
 #[derive(Debug)]
 pub struct WorkerPool {
-    slots: Vec<Slot>,
-    followers: Vec<JoinHandle<()>>,
-    turn: AtomicUsize,
-}
-
-#[derive(Debug)]
-struct Slot {
-    address: Arc<str>,
-    channel: Channel,
-    reports: watch::Receiver<Report>,
-    assigned: Arc<AtomicI64>,
-}
-
-/// The right to give one request to one worker; counted until dropped.
-#[derive(Debug)]
-pub struct WorkerLease {
-    /// The worker.
-    pub id: WorkerId,
-    pub(super) channel: Channel,
-    pub(super) lost: CancellationToken,
-    assigned: Arc<AtomicI64>,
-}
-
-impl WorkerLease {
-    fn new(id: WorkerId, slot: &Slot) -> Self {
-        slot.assigned.fetch_add(1, Ordering::Relaxed);
-        Self {
-            id,
-            channel: slot.channel.clone(),
-            lost: slot.reports.borrow().lost.clone(),
-            assigned: Arc::clone(&slot.assigned),
-        }
-    }
-}
-
-impl Drop for WorkerLease {
-    fn drop(&mut self) {
-        self.assigned.fetch_sub(1, Ordering::Relaxed);
-    }
+    shared: Arc<Shared>,
+    tls: Option<ClientTlsConfig>,
+    num_ids: AtomicU32,
 }
 
 impl Drop for WorkerPool {
@@ -70,85 +39,171 @@ impl Drop for WorkerPool {
 }
 
 impl WorkerPool {
-    /// Begins to follow every worker; needs a running tokio runtime.
+    /// A pool that follows nobody yet.
+    pub fn new(
+        policy: Policy,
+        facts: ModelFacts,
+        tls: Option<ClientTlsConfig>,
+        metrics: Arc<Metrics>,
+    ) -> Self {
+        let shared = Arc::new(Shared::new(Router::new(policy), facts, metrics));
+        Self { shared, tls, num_ids: AtomicU32::new(0) }
+    }
+
+    /// Follows these workers and no others; needs a running tokio runtime. Workers that are
+    /// followed already stay as they are; requests on those that go run to their end.
     ///
     /// # Errors
-    /// The address that is not a URI.
-    pub fn start(uris: &[String], facts: ModelFacts) -> Result<Self, tonic::transport::Error> {
-        let facts = Arc::new(facts);
-        let mut pool = Self { slots: Vec::new(), followers: Vec::new(), turn: AtomicUsize::new(0) };
-        for uri in uris {
-            let channel = Endpoint::from_shared(uri.clone())?
-                .connect_timeout(CONNECT_TIMEOUT)
-                .tcp_nodelay(true)
-                .initial_stream_window_size(WINDOW_BYTES)
-                .initial_connection_window_size(16 * WINDOW_BYTES)
-                .connect_lazy();
-            let address = Arc::from(uri.trim_start_matches("http://"));
-            let (sender, reports) = watch::channel(Report::unknown());
-            let assigned = Arc::new(AtomicI64::new(0));
-            let session = Session {
-                address: Arc::clone(&address),
-                channel: channel.clone(),
-                facts: Arc::clone(&facts),
-                reports: sender,
-                assigned: Arc::clone(&assigned),
-            };
-            pool.followers.push(tokio::spawn(session.run()));
-            pool.slots.push(Slot { address, channel, reports, assigned });
+    /// The addresses that cannot be followed, each with the reason; all others are.
+    pub fn set_workers(&self, addresses: &[WorkerAddress]) -> Result<(), String> {
+        let old = self.shared.members();
+        let mut complaints = Vec::new();
+        let mut members: Vec<Arc<Member>> = Vec::with_capacity(addresses.len());
+        let is_wanted =
+            |member: &Arc<Member>| addresses.iter().any(|address| *address.uri == *member.uri);
+        for member in old.iter().filter(|member| is_wanted(member)) {
+            members.push(Arc::clone(member));
         }
-        Ok(pool)
+        for member in old.iter().filter(|member| !is_wanted(member)) {
+            self.shared.router().leave(member.seat);
+            member.follower.abort();
+            tracing::info!(worker = member.address(), "worker left the list");
+        }
+        for address in addresses {
+            if members.iter().any(|member| *member.uri == *address.uri) {
+                continue;
+            }
+            match self.follow(address) {
+                Ok(member) => members.push(Arc::new(member)),
+                Err(reason) => complaints.push(format!("worker {}: {reason}", address.uri)),
+            }
+        }
+        self.shared.set_members(members);
+        if complaints.is_empty() { Ok(()) } else { Err(complaints.join("; ")) }
+    }
+
+    fn follow(&self, address: &WorkerAddress) -> Result<Member, String> {
+        let channel = self.channel(address).map_err(|error| innermost(&error))?;
+        let Some(seat) = self.shared.router().join(number(&address.uri)) else {
+            return Err(format!("{MAX_SEATS} workers are followed already, the most there can be"));
+        };
+        let (sender, reports) = watch::channel(Report::unknown());
+        let uri: Arc<str> = Arc::from(&*address.uri);
+        let session = Session {
+            address: Arc::clone(&uri),
+            channel: channel.clone(),
+            seat,
+            shared: Arc::clone(&self.shared),
+            reports: sender,
+        };
+        let id = WorkerId(self.num_ids.fetch_add(1, Ordering::Relaxed));
+        let follower = tokio::spawn(session.run());
+        Ok(Member { id, seat, uri, channel, reports, follower })
+    }
+
+    fn channel(&self, address: &WorkerAddress) -> Result<Channel, tonic::transport::Error> {
+        let endpoint = Endpoint::from_shared(address.uri.clone())?
+            .connect_timeout(CONNECT_TIMEOUT)
+            .tcp_nodelay(true)
+            .http2_keep_alive_interval(KEEP_ALIVE.0)
+            .keep_alive_timeout(KEEP_ALIVE.1)
+            .initial_stream_window_size(WINDOW_BYTES)
+            .initial_connection_window_size(16 * WINDOW_BYTES);
+        let endpoint = match &self.tls {
+            Some(tls) if address.uri.starts_with("https://") => {
+                let tls = match &address.tls_name {
+                    Some(name) => tls.clone().domain_name(name),
+                    None => tls.clone(),
+                };
+                endpoint.tls_config(tls)?
+            }
+            _ => endpoint,
+        };
+        Ok(endpoint.connect_lazy())
     }
 
     /// Follows the workers no longer; what is known of them stays as it is.
     pub fn stop(&self) {
-        for follower in &self.followers {
-            follower.abort();
+        for member in self.shared.members().iter() {
+            member.follower.abort();
         }
     }
 
     /// Every worker at this moment.
     pub fn snapshot(&self) -> Vec<WorkerView> {
-        (0..)
-            .zip(&self.slots)
-            .map(|(id, slot)| {
-                let report = slot.reports.borrow();
-                WorkerView {
-                    id: WorkerId(id),
-                    state: report.state.clone(),
-                    load: report.load,
-                    unreported_requests: slot.assigned.load(Ordering::Relaxed) - report.assigned,
-                    max_context_tokens: report.max_context_tokens,
-                }
-            })
-            .collect()
+        let now_s = self.shared.now_s();
+        let members = self.shared.members();
+        let router = self.shared.router();
+        let view = |member: &Arc<Member>| {
+            let report = member.reports.borrow();
+            WorkerView {
+                id: member.id,
+                address: Arc::clone(&member.uri),
+                state: state(&report, router.health(member.seat, now_s)),
+                load: report.load,
+                assigned_requests: router.assigned(member.seat),
+                max_context_tokens: report.max_context_tokens,
+            }
+        };
+        members.iter().map(view).collect()
     }
 
-    /// Leases the worker with the least to do.
+    /// What a request needs of a worker; hashes its prompt.
+    pub fn demand(&self, header: &RequestHeader, affinity: Option<&str>) -> Demand {
+        let epochs = self.shared.router().epochs();
+        demand(header, affinity, &epochs)
+    }
+
+    /// Leases the worker that will probably answer first.
     ///
     /// # Errors
-    /// `WorkerUnavailable` saying what is missing, or how short the longest context is.
+    /// `WorkerUnavailable` saying what is missing or how short the longest context is, `Overloaded`
+    /// if the wait would be too long.
     pub fn lease(
         &self,
-        context_tokens: u64,
-        excluded: Option<WorkerId>,
+        demand: &Demand,
+        failed: Option<&WorkerLease>,
     ) -> Result<WorkerLease, GatewayError> {
-        let views = self.snapshot();
-        let turn = self.turn.fetch_add(1, Ordering::Relaxed);
-        match routing::choose(&views, excluded, context_tokens, turn) {
-            Some(id) => self.lease_of(id),
-            None => Err(self.nobody(&views, context_tokens)),
+        let excluded = failed.map(|lease| lease.seat);
+        let demand = &Demand { excluded, ..demand.clone() };
+        let (began, now_s) = (Instant::now(), self.shared.now_s());
+        let choice = self.shared.router().choose(demand, now_s);
+        match choice {
+            Ok(choice) => {
+                let metrics = &self.shared.metrics;
+                metrics.routed(choice.reason, choice.matched_tokens, began.elapsed());
+                self.lease_for(choice)
+            }
+            Err(none) => Err(self.nobody(none, demand.context_tokens)),
         }
     }
 
     /// Leases one worker, whatever it has to do.
     ///
     /// # Errors
-    /// `WorkerUnavailable` if there is no such worker.
-    pub fn lease_of(&self, id: WorkerId) -> Result<WorkerLease, GatewayError> {
-        match self.slots.get(id.0 as usize) {
-            Some(slot) => Ok(WorkerLease::new(id, slot)),
-            None => Err(GatewayError::internal(format!("no worker {id:?}"))),
+    /// `WorkerUnavailable` if it has left.
+    pub fn lease_of(&self, demand: &Demand, id: WorkerId) -> Result<WorkerLease, GatewayError> {
+        let members = self.shared.members();
+        let seat = members.iter().find(|member| member.id == id).map(|member| member.seat);
+        let choice = seat.and_then(|seat| self.shared.router().take_seat(demand, seat));
+        match choice {
+            Some(choice) => self.lease_for(choice),
+            None => Err(GatewayError::new(
+                ErrorKind::WorkerUnavailable,
+                "the worker that served this request has left; try again",
+            )),
+        }
+    }
+
+    fn lease_for(&self, choice: Choice) -> Result<WorkerLease, GatewayError> {
+        let members = self.shared.members();
+        match members.iter().find(|member| member.seat == choice.ticket.seat) {
+            Some(member) => Ok(WorkerLease::new(&self.shared, member, choice.ticket)),
+            // it left between choice and lease; its seat knows the ticket no longer
+            None => Err(GatewayError::new(
+                ErrorKind::WorkerUnavailable,
+                "the worker chosen for this request has just left; try again",
+            )),
         }
     }
 
@@ -157,47 +212,70 @@ impl WorkerPool {
     /// # Errors
     /// `WorkerUnavailable` saying what is missing.
     pub fn check_someone_ready(&self) -> Result<(), GatewayError> {
-        let is_ready = |slot: &Slot| slot.reports.borrow().state == WorkerState::Ready;
-        if self.slots.iter().any(is_ready) {
+        let members = self.shared.members();
+        let mut reports = members.iter().map(|member| member.reports.borrow());
+        if reports.any(|report| report.state == WorkerState::Ready) {
             return Ok(());
         }
-        Err(self.nobody(&self.snapshot(), 0))
+        Err(self.nobody(NoChoice::NobodyReady, 0))
     }
 
     /// The longest context that any ready worker holds; `None` while none is ready.
     pub fn longest_context(&self) -> Option<u32> {
-        let ready = self.slots.iter().map(|slot| slot.reports.borrow());
-        ready
+        let members = self.shared.members();
+        let reports = members.iter().map(|member| member.reports.borrow());
+        reports
             .filter(|report| report.state == WorkerState::Ready)
             .map(|report| report.max_context_tokens)
             .max()
     }
 
-    fn nobody(&self, views: &[WorkerView], context_tokens: u64) -> GatewayError {
-        let longest = views
-            .iter()
-            .filter(|view| view.state == WorkerState::Ready)
-            .map(|view| view.max_context_tokens)
-            .max();
-        let message = match longest {
-            Some(longest) if u64::from(longest) < context_tokens => format!(
+    fn nobody(&self, none: NoChoice, context_tokens: u64) -> GatewayError {
+        let message = match none {
+            NoChoice::TooLong(longest) => format!(
                 "the request needs {context_tokens} tokens of context; the workers now ready \
                  hold {longest}"
             ),
-            Some(_) => "no other worker is ready to take the request".into(),
-            None => format!("no worker is ready: {}", self.what_is_missing().join("; ")),
+            NoChoice::TooBusy { wait_s } => {
+                self.shared.metrics.shed();
+                let message = format!(
+                    "every worker has more than {wait_s:.0} s of prompts waiting; try again later"
+                );
+                let error = GatewayError::new(ErrorKind::Overloaded, message);
+                return error.retry_after(wait_s.clamp(1.0, 60.0) as u32);
+            }
+            NoChoice::NobodyFit => {
+                let missing = self.what_is_missing();
+                let mut message = "no other worker is ready to take the request".to_owned();
+                if !missing.is_empty() {
+                    message = format!("{message}: {}", missing.join("; "));
+                }
+                message
+            }
+            NoChoice::NobodyReady => {
+                let missing = self.what_is_missing();
+                let nobody = vec!["no worker is known".to_owned()];
+                let missing = if missing.is_empty() { nobody } else { missing };
+                format!("no worker is ready: {}", missing.join("; "))
+            }
         };
         GatewayError::new(ErrorKind::WorkerUnavailable, message)
     }
 
-    /// One line a worker that is not ready.
+    /// One line a worker that takes no requests.
     pub fn what_is_missing(&self) -> Vec<String> {
-        let line = |slot: &Slot| {
-            let address = &slot.address;
-            match &slot.reports.borrow().state {
+        let line = |view: WorkerView| {
+            let address = view.address.split_once("://").map_or(&*view.address, |(_, rest)| rest);
+            match view.state {
                 WorkerState::Ready => None,
                 WorkerState::Loading => Some(format!("worker {address} is loading")),
                 WorkerState::Draining => Some(format!("worker {address} is draining")),
+                WorkerState::Stalled => {
+                    Some(format!("worker {address} has requests and makes no step"))
+                }
+                WorkerState::Broken => {
+                    Some(format!("worker {address} is left alone after failing several requests"))
+                }
                 WorkerState::Refused { reason } => {
                     Some(format!("worker {address} is refused: {reason}"))
                 }
@@ -206,26 +284,68 @@ impl WorkerPool {
                 }
             }
         };
-        self.slots.iter().filter_map(line).collect()
+        self.snapshot().into_iter().filter_map(line).collect()
     }
 
     /// Workers by state.
     pub fn count(&self) -> WorkerCount {
-        let mut count = WorkerCount::default();
-        for slot in &self.slots {
-            match slot.reports.borrow().state {
-                WorkerState::Ready => count.ready += 1,
-                WorkerState::Loading => count.loading += 1,
-                WorkerState::Draining => count.draining += 1,
-                WorkerState::Refused { .. } => count.refused += 1,
-                WorkerState::Unreachable { .. } => count.unreachable += 1,
-            }
+        counted(&self.snapshot())
+    }
+
+    /// All that metrics show of the workers.
+    pub fn fleet(&self) -> Fleet {
+        let views = self.snapshot();
+        let mut load = SeatLoad::default();
+        let silent = |view: &&WorkerView| {
+            matches!(view.state, WorkerState::Unreachable { .. } | WorkerState::Refused { .. })
+        };
+        for view in views.iter().filter(|view| !silent(view)) {
+            load.running_requests += view.load.running_requests;
+            load.waiting_requests += view.load.waiting_requests;
+            load.waiting_prompt_tokens += view.load.waiting_prompt_tokens;
+            load.used_pages += view.load.used_pages;
+            load.total_pages += view.load.total_pages;
         }
-        count
+        Fleet { count: counted(&views), load, known_pages: self.shared.router().num_pages() }
     }
 
     /// Requests now given to workers, over all of them.
     pub fn assigned(&self) -> i64 {
-        self.slots.iter().map(|slot| slot.assigned.load(Ordering::Relaxed)).sum()
+        let members = self.shared.members();
+        let router = self.shared.router();
+        members.iter().map(|member| router.assigned(member.seat)).sum()
     }
+}
+
+fn counted(views: &[WorkerView]) -> WorkerCount {
+    let mut count = WorkerCount::default();
+    for view in views {
+        match view.state {
+            WorkerState::Ready => count.ready += 1,
+            WorkerState::Loading => count.loading += 1,
+            WorkerState::Draining => count.draining += 1,
+            WorkerState::Stalled => count.stalled += 1,
+            WorkerState::Broken => count.broken += 1,
+            WorkerState::Refused { .. } => count.refused += 1,
+            WorkerState::Unreachable { .. } => count.unreachable += 1,
+        }
+    }
+    count
+}
+
+fn state(report: &Report, health: Health) -> WorkerState {
+    match (&report.state, health) {
+        (WorkerState::Ready, Health::Stalled) => WorkerState::Stalled,
+        (WorkerState::Ready, Health::Broken) => WorkerState::Broken,
+        (state, _) => state.clone(),
+    }
+}
+
+/// The cause that says something; tonic's own words only say that there is one.
+fn innermost(error: &tonic::transport::Error) -> String {
+    let mut cause: &dyn std::error::Error = error;
+    while let Some(inner) = cause.source() {
+        cause = inner;
+    }
+    cause.to_string()
 }

@@ -3,14 +3,15 @@
 use std::sync::Arc;
 use std::time::Duration;
 
-use gateway_core::model::ModelFacts;
+use gateway_core::routing::{CacheNews, SeatId, SeatLoad, Standing};
 use rand::Rng;
 use tokio::sync::watch;
 use tokio_util::sync::CancellationToken;
 use tonic::transport::Channel;
 
+use super::WorkerState;
+use super::shared::Shared;
 use super::wire::{self, proto};
-use super::{WorkerLoad, WorkerState};
 
 /// How often a worker is asked to speak.
 const HEARTBEAT: Duration = Duration::from_millis(1000);
@@ -18,6 +19,8 @@ const HEARTBEAT: Duration = Duration::from_millis(1000);
 const MAX_SILENCE: Duration = Duration::from_millis(3500);
 /// First and longest pause between two attempts.
 const BACKOFF: (Duration, Duration) = (Duration::from_millis(50), Duration::from_secs(2));
+/// Largest message taken: all pages of a worker at once.
+const MAX_NEWS_BYTES: usize = 32 << 20;
 /// How long requests on a worker may outlive its last word.
 const LOST_AFTER: Duration = Duration::from_secs(10);
 
@@ -25,10 +28,10 @@ const LOST_AFTER: Duration = Duration::from_secs(10);
 #[derive(Clone, Debug)]
 pub(super) struct Report {
     pub(super) state: WorkerState,
-    pub(super) load: WorkerLoad,
+    pub(super) load: SeatLoad,
     pub(super) max_context_tokens: u32,
-    /// Requests given to it and not ended when this report came.
-    pub(super) assigned: i64,
+    /// Tokens of a cache page.
+    page_tokens: u32,
     /// Cancelled when this start of the worker is known to be over.
     pub(super) lost: CancellationToken,
 }
@@ -38,9 +41,9 @@ impl Report {
     pub(super) fn unknown() -> Self {
         Self {
             state: WorkerState::Unreachable { reason: Arc::from("not yet contacted") },
-            load: WorkerLoad::default(),
+            load: SeatLoad::default(),
             max_context_tokens: 0,
-            assigned: 0,
+            page_tokens: 0,
             lost: CancellationToken::new(),
         }
     }
@@ -50,9 +53,9 @@ impl Report {
 pub(super) struct Session {
     pub(super) address: Arc<str>,
     pub(super) channel: Channel,
-    pub(super) facts: Arc<ModelFacts>,
+    pub(super) seat: SeatId,
+    pub(super) shared: Arc<Shared>,
     pub(super) reports: watch::Sender<Report>,
-    pub(super) assigned: Arc<std::sync::atomic::AtomicI64>,
 }
 
 impl Session {
@@ -78,7 +81,8 @@ impl Session {
         last_word: &mut tokio::time::Instant,
     ) -> String {
         let mut client =
-            proto::worker_service_client::WorkerServiceClient::new(self.channel.clone());
+            proto::worker_service_client::WorkerServiceClient::new(self.channel.clone())
+                .max_decoding_message_size(MAX_NEWS_BYTES);
         let heartbeat_ms = HEARTBEAT.as_millis() as u32;
         let opening = client.watch(proto::WatchRequest { heartbeat_ms, cache_events: true });
         let mut stream = match tokio::time::timeout(MAX_SILENCE, opening).await {
@@ -101,6 +105,7 @@ impl Session {
 
     fn report(&self, message: proto::WatchResponse, known_start: &mut String) {
         let state = message.state();
+        let mut is_restarted = false;
         self.reports.send_modify(|report| {
             if let Some(identity) = &message.identity {
                 if !known_start.is_empty() && *known_start != identity.worker_id {
@@ -108,13 +113,15 @@ impl Session {
                     report.lost.cancel();
                 }
                 if *known_start != identity.worker_id {
+                    is_restarted = true;
                     report.lost = CancellationToken::new();
                     known_start.clone_from(&identity.worker_id);
                     tracing::info!(worker = %self.address, version = %identity.version,
                         model = %identity.model_name, "worker connected");
                 }
                 report.max_context_tokens = identity.max_context_tokens;
-                report.state = match wire::difference(identity, &self.facts) {
+                report.page_tokens = identity.page_tokens;
+                report.state = match wire::difference(identity, &self.shared.facts) {
                     Some(reason) => WorkerState::Refused { reason: reason.into() },
                     None => WorkerState::Loading,
                 };
@@ -133,9 +140,35 @@ impl Session {
             }
             if let Some(load) = message.load {
                 report.load = wire::load(load);
-                report.assigned = self.assigned.load(std::sync::atomic::Ordering::Relaxed);
             }
         });
+        self.tell_router(message.load.is_some(), message.cache.as_ref(), is_restarted);
+    }
+
+    fn tell_router(&self, has_load: bool, cache: Option<&proto::CacheEvents>, is_restarted: bool) {
+        let now_s = self.shared.now_s();
+        let report = self.reports.borrow();
+        let standing = (report.state == WorkerState::Ready).then_some(Standing {
+            max_context_tokens: report.max_context_tokens,
+            page_tokens: report.page_tokens,
+        });
+        let mut router = self.shared.router();
+        if is_restarted {
+            router.restarted(self.seat);
+        }
+        router.set_ready(self.seat, standing, now_s);
+        if has_load {
+            router.report(self.seat, report.load, now_s);
+        }
+        if let Some(cache) = cache {
+            let news = CacheNews {
+                is_restart: cache.is_restart,
+                epoch: cache.epoch,
+                added: &cache.added,
+                removed: &cache.removed,
+            };
+            router.cache_news(self.seat, &news);
+        }
     }
 
     fn mark_unreachable(&self, reason: &str, is_lost: bool) {
@@ -148,6 +181,7 @@ impl Session {
                 report.lost.cancel();
             }
         });
+        self.tell_router(false, None, false);
     }
 }
 

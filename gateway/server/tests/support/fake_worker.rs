@@ -57,14 +57,23 @@ struct Inner {
     holds: Mutex<Holds>,
     record: Arc<Mutex<Record>>,
     changed: Arc<Notify>,
-    state: watch::Receiver<proto::WorkerState>,
+    told: watch::Receiver<Told>,
+}
+
+/// What a worker says of itself.
+#[derive(Clone, Default)]
+struct Told {
+    state: proto::WorkerState,
+    load: proto::Load,
+    /// News of its pages, numbered.
+    cache: (u64, Option<proto::CacheEvents>),
 }
 
 /// A worker on its own runtime; dropping it is `kill -9`.
 pub struct FakeWorker {
     pub address: SocketAddr,
     inner: Arc<Inner>,
-    state: watch::Sender<proto::WorkerState>,
+    told: watch::Sender<Told>,
     runtime: Option<tokio::runtime::Runtime>,
 }
 
@@ -75,6 +84,16 @@ impl FakeWorker {
         fingerprint: [u8; 32],
         address: Option<SocketAddr>,
     ) -> Self {
+        Self::start_with(facts, fingerprint, address, None)
+    }
+
+    /// The same, speaking TLS.
+    pub fn start_with(
+        facts: proto::ModelFacts,
+        fingerprint: [u8; 32],
+        address: Option<SocketAddr>,
+        tls: Option<tonic::transport::ServerTlsConfig>,
+    ) -> Self {
         let runtime = tokio::runtime::Builder::new_multi_thread()
             .worker_threads(1)
             .enable_all()
@@ -84,24 +103,39 @@ impl FakeWorker {
         let listener = std::net::TcpListener::bind(wanted).unwrap();
         listener.set_nonblocking(true).unwrap();
         let address = listener.local_addr().unwrap();
-        let (state, follow) = watch::channel(proto::WorkerState::Ready);
+        let load = proto::Load { total_pages: 100, ..proto::Load::default() };
+        let state = proto::WorkerState::Ready;
+        let (told, follow) = watch::channel(Told { state, load, cache: (0, None) });
         let inner = Arc::new(Inner {
             identity: identity(facts, fingerprint),
             script: Mutex::new(Arc::new(|_| vec![Act::Start, Act::Stop])),
             holds: Mutex::new(Holds::Nothing),
             record: Arc::default(),
             changed: Arc::default(),
-            state: follow,
+            told: follow,
         });
         let service = WorkerServiceServer::from_arc(Arc::new(Service(Arc::clone(&inner))))
             .max_decoding_message_size(64 << 20);
         runtime.spawn(async move {
             let listener = tokio::net::TcpListener::from_std(listener).unwrap();
             let incoming = tokio_stream::wrappers::TcpListenerStream::new(listener);
-            let server = tonic::transport::Server::builder().add_service(service);
-            server.serve_with_incoming(incoming).await
+            let mut server = tonic::transport::Server::builder();
+            if let Some(tls) = tls {
+                server = server.tls_config(tls).unwrap();
+            }
+            server.add_service(service).serve_with_incoming(incoming).await
         });
-        Self { address, inner, state, runtime: Some(runtime) }
+        Self { address, inner, told, runtime: Some(runtime) }
+    }
+
+    /// Says how busy it is.
+    pub fn set_load(&self, load: proto::Load) {
+        self.told.send_modify(|told| told.load = load);
+    }
+
+    /// Says which pages it holds.
+    pub fn tell_pages(&self, events: proto::CacheEvents) {
+        self.told.send_modify(|told| told.cache = (told.cache.0 + 1, Some(events)));
     }
 
     pub fn set_script(
@@ -120,11 +154,16 @@ impl FakeWorker {
     }
 
     pub fn set_state(&self, state: proto::WorkerState) {
-        self.state.send_replace(state);
+        self.told.send_modify(|told| told.state = state);
     }
 
     pub fn seen(&self) -> Vec<Seen> {
         self.inner.record.lock().unwrap().seen.clone()
+    }
+
+    /// Calls that the gateway has dropped so far.
+    pub fn num_cancelled(&self) -> usize {
+        self.inner.record.lock().unwrap().cancelled
     }
 
     /// Waits until what this worker has seen satisfies the test.
@@ -193,22 +232,23 @@ impl WorkerService for Service {
         let inner = Arc::clone(&self.0);
         let (sender, receiver) = mpsc::channel(4);
         tokio::spawn(async move {
-            let mut state = inner.state.clone();
+            let mut follow = inner.told.clone();
             let mut identity = Some(inner.identity.clone());
+            let mut num_news = 0;
             loop {
-                let now = *state.borrow_and_update();
-                let load = proto::Load { total_pages: 100, ..proto::Load::default() };
+                let Told { state, load, cache } = follow.borrow_and_update().clone();
+                let is_news = std::mem::replace(&mut num_news, cache.0) != cache.0;
                 let message = proto::WatchResponse {
                     identity: identity.take(),
-                    state: now.into(),
+                    state: state.into(),
                     load: Some(load),
-                    cache: None,
+                    cache: cache.1.filter(|_| is_news),
                 };
                 if sender.send(Ok(message)).await.is_err() {
                     return;
                 }
                 let pulse = tokio::time::sleep(std::time::Duration::from_millis(500));
-                tokio::select! { _ = state.changed() => {}, () = pulse => {} }
+                tokio::select! { _ = follow.changed() => {}, () = pulse => {} }
             }
         });
         Ok(Response::new(tokio_stream::wrappers::ReceiverStream::new(receiver).boxed()))

@@ -1,0 +1,55 @@
+//! What a request needs of a worker, from its header.
+
+use std::hash::{DefaultHasher, Hash, Hasher};
+
+use gateway_core::routing::{ChainMedia, ChainPrompt, Demand, page_keys};
+
+use super::RequestHeader;
+
+/// Prompt, longest output, and the pages it shares with others under each of these cache epochs
+/// and page sizes. Hashes the whole prompt: a millisecond for some 100,000 tokens.
+pub(super) fn demand(
+    header: &RequestHeader,
+    affinity: Option<&str>,
+    epochs: &[(u64, u32)],
+) -> Demand {
+    let media: Vec<_> = header
+        .items
+        .iter()
+        .map(|item| ChainMedia {
+            hash: item.hash,
+            kind: item.plan.kind,
+            grid: item.plan.grid,
+            frames_per_patch: item.frames_per_patch,
+            spans: &item.spans,
+        })
+        .collect();
+    let prompt = ChainPrompt {
+        token_ids: &header.prompt_token_ids,
+        media: &media,
+        layout: header.layout,
+        norm: header.norm,
+        tenant: &header.tenant,
+        cache_salt: &header.standing.cache_salt,
+    };
+    let chains = epochs
+        .iter()
+        .map(|(epoch, page_tokens)| (*epoch, page_keys(&prompt, *page_tokens as usize, *epoch)))
+        .collect();
+    let prompt_tokens = u32::try_from(header.prompt_token_ids.len()).unwrap_or(u32::MAX);
+    Demand {
+        prompt_tokens,
+        context_tokens: u64::from(prompt_tokens) + u64::from(header.max_tokens),
+        chains,
+        affinity: affinity.map(number),
+        excluded: None,
+    }
+}
+
+/// The same text is the same number in every gateway of one build.
+pub(super) fn number(text: &str) -> u64 {
+    // keys are fixed, so that gateways beside each other agree
+    let mut hasher = DefaultHasher::new();
+    text.hash(&mut hasher);
+    hasher.finish()
+}
