@@ -19,8 +19,10 @@ from m3stack.kernels.msa.decode import cuda_library
 # instructions each source must have: bulk and 16-byte asynchronous copies, matrix products
 UNITS = {
     "msa_decode_score.cu": ("UBLKCP", "HMMA.16816.F32.BF16", "IMMA.16832.S8.S8"),
-    "msa_decode_select.cu": ("HMMA.16816.F32.BF16",),
+    "msa_decode_select.cu": ("REDUX",),
+    "msa_decode_settle.cu": ("HMMA.16816.F32.BF16", "STAS"),
     "msa_decode_attend.cu": ("LDGSTS.E.BYPASS.128", "HMMA.16816.F32.BF16", "LDSM.16.MT88.4"),
+    "msa_decode_attend_block.cu": ("LDGSTS.E.BYPASS.128", "HMMA.16816.F32.BF16", "STAS.64"),
 }
 
 # run apart: the interpreter of the other tests is chosen when a kernel is declared
@@ -35,7 +37,8 @@ from m3stack.kernels.pointwise import with_triton as pointwise
 HALF, INT, FLOAT, LONG = "*bf16", "*i32", "*fp32", "*i64"
 POINTERS = dict(q=HALF, k=HALF, v=HALF, out=HALF, index_q=HALF, index_k=HALF, q_out=HALF,
     index_q_out=HALF, k_pages=HALF, v_pages=HALF, index_pages=HALF, partial=FLOAT, shares=FLOAT,
-    slots=LONG, cos=FLOAT, sin=FLOAT, eps="fp32", scale_log2="fp32", pages=HALF, query_start=INT,
+    slots=LONG, index_slots=LONG, cos=FLOAT, sin=FLOAT, eps="fp32", scale_log2="fp32", pages=HALF,
+    query_start=INT,
     seq_lens=INT, table=INT, keys=INT, blocks=INT, q_norm=FLOAT, k_norm=FLOAT, index_q_norm=FLOAT,
     index_k_norm=FLOAT, copy="*i8", meta=INT)
 KERNELS = {
@@ -50,8 +53,8 @@ KERNELS = {
     "merge": (decode._merge_kernel, dict(HEADS=16, DIM=128, SPLITS=64), 4),
     "dense": (dense._paged_kernel, dict(GROUPS=4, HEADS=16, HEAD_TILE=16, ROWS=4, DIM=128,
         PAGE=128, SPLITS=1, WIDEN=False), 8),
-    "prologue": (pointwise._prologue_kernel, dict(HEADS=64, GROUPS=4, DIM=128, ROTATED=64,
-        PAGE=128, HAS_INDEX=True, TILE=16), 4),
+    "prologue": (pointwise._prologue_kernel, dict(HEADS=64, GROUPS=4, INDEX_GROUPS=4,
+        DIM=128, ROTATED=64, PAGE=128, HAS_INDEX=True, TILE=16), 4),
 }
 tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
 report = {}
@@ -124,8 +127,8 @@ def test_triton_kernels_compile_for_hopper_without_spills(tmp_path):
 
 def test_argument_structs_have_the_layout_of_the_sources():
     """Field names and order of each ctypes struct are those of the struct in the source."""
-    text = "".join((SOURCES / source).read_text() for source in cuda_library.SOURCES)
-    for name in ("ScoreArgs", "SelectArgs", "RescoreArgs", "SplitQueryArgs", "AttendArgs"):
+    text = "".join(path.read_text() for path in sorted(SOURCES.glob("msa_decode_*")))
+    for name in ("ScoreArgs", "SelectArgs", "SettleArgs", "AttendArgs"):
         body = re.search(rf"struct {name} {{(.*?)\n}};", text, re.S)
         assert body, name
         declared = []

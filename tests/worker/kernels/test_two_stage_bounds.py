@@ -116,6 +116,50 @@ def test_the_chosen_blocks_are_among_the_candidates(kind):
         assert candidate_GJ.float().mean() < 0.3
 
 
+def rank_key(score: Tensor) -> Tensor:
+    """The kernels' order-preserving integer of an fp32 score, as int64."""
+    score = torch.where(torch.isnan(score), float("-inf"), score + 0.0).contiguous()
+    bits = score.view(torch.int32).long() & 0xFFFFFFFF
+    return torch.where(bits >= 1 << 31, 0xFFFFFFFF - bits, bits | 1 << 31)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_token_that_no_other_bound_reaches_has_the_score_of_its_block(kind):
+    keys_JBD = keys_of(kind, 150, 128).to(torch.bfloat16)
+    q_GD = torch.randn(4, DIM).to(torch.bfloat16)
+    one_stage, upper, _ = scored(q_GD, keys_JBD, *copy_index_keys(keys_JBD))
+    bounds = rank_key(upper.nan_to_num(nan=float("inf"))) & ~127 | torch.arange(128)
+    two = bounds.topk(2, dim=-1).values
+    token = two[..., :1] & 127
+    key = rank_key(one_stage.gather(-1, token)[..., 0])
+    is_bounded = two[..., 0] | 127 < 0xFF800000
+    is_settled = is_bounded & (key >= two[..., 1] | 127)
+    whole = rank_key(one_stage.amax(-1))
+    assert torch.equal(key[is_settled], whole[is_settled])
+    if kind == "normal":
+        best = one_stage.amax(-1).topk(NEED).indices
+        assert is_settled.gather(-1, best).float().mean() > 0.6
+    if kind in ("equal", "zero", "huge"):
+        assert not is_settled.any()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("groups_of_blocks", [64, 128])
+def test_a_cut_from_groups_of_blocks_loses_none_of_the_chosen(kind, groups_of_blocks):
+    keys_JBD = keys_of(kind, 150, 16).to(torch.bfloat16)
+    q_GD = torch.randn(4, DIM).to(torch.bfloat16)
+    one_stage, upper, lower = scored(q_GD, keys_JBD, *copy_index_keys(keys_JBD))
+    upper_GJ = upper.amax(-1).nan_to_num(nan=float("inf"))
+    lower_GJ = lower.amax(-1).nan_to_num(nan=float("-inf"))
+    chosen_GK = one_stage.amax(-1).argsort(dim=-1, descending=True, stable=True)[:, :NEED]
+    padding = -150 % groups_of_blocks
+    padded = torch.nn.functional.pad(lower_GJ, (0, padding), value=float("-inf"))
+    most = padded.view(4, -1, groups_of_blocks).amax(1)
+    cut_G1 = most.topk(NEED).values[:, -1:]
+    assert bool((cut_G1 <= lower_GJ.topk(NEED).values[:, -1:]).all())
+    assert bool((upper_GJ >= cut_G1).gather(-1, chosen_GK).all())
+
+
 def test_keys_that_are_not_numbers_have_no_bound():
     keys = torch.randn(4, DIM)
     keys[1, 3], keys[2, 4] = float("nan"), float("inf")

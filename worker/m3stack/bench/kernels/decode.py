@@ -38,11 +38,7 @@ from m3stack.kernels.msa import reference
 from m3stack.kernels.msa.decode import with_triton
 from m3stack.kernels.msa.decode.cuda_library import DecodeLibrary
 from m3stack.kernels.msa.decode.fp8_pages import Fp8Pages, quantise_pages
-from m3stack.kernels.msa.decode.two_stage import (
-    IndexCopy,
-    choose_blocks_two_stage,
-    copy_index_keys,
-)
+from m3stack.kernels.msa.decode.two_stage import IndexCopy, choose_blocks_two_stage
 from m3stack.kernels.msa.decode.with_cuda import CudaDecode
 
 NUM_CHOSEN = 16
@@ -175,7 +171,7 @@ def prepare_two_stage(shape: DecodeShape, ceilings: Ceilings) -> Prepared:
     """The layer with the exact two-stage choice; checked for equality with the one-stage choice."""
     kernels = CudaDecode(DecodeLibrary())
     batches = shape.input_sets()
-    copies = [IndexCopy(*copied_in_parts(index_keys(batch))) for batch in batches]
+    copies = [IndexCopy.of(index_keys(batch)) for batch in batches]
     pairs = list(zip(batches, copies, strict=True))
 
     def two_stages(batch: MsaBatch, copy: IndexCopy) -> tuple[Tensor, Tensor]:
@@ -212,12 +208,6 @@ def prepare_two_stage(shape: DecodeShape, ceilings: Ceilings) -> Prepared:
         peers=peers | dense_decode_calls(batches, SCALE),
         notes=f"{share:.1%} of blocks rescored in bf16",
     )
-
-
-def copied_in_parts(index_k_PBD: Tensor) -> tuple[Tensor, Tensor]:
-    """The int8 copy of a large pool, a few pages at a time: its fp32 steps need much more."""
-    parts = [copy_index_keys(part) for part in index_k_PBD.split(4096)]
-    return torch.cat([keys for keys, _ in parts]), torch.cat([meta for _, meta in parts])
 
 
 def prepare_fp8(shape: DecodeShape, ceilings: Ceilings) -> Prepared:

@@ -44,6 +44,45 @@ __device__ __forceinline__ void barrier_wait(uint64_t* barrier, uint32_t parity)
         : "memory");
 }
 
+// as `barrier_wait`, for what other blocks of the cluster have sent by `store_remote`
+__device__ __forceinline__ void barrier_wait_cluster(uint64_t* barrier, uint32_t parity) {
+    asm volatile(
+        "{\n"
+        ".reg .pred done;\n"
+        "again:\n"
+        "mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 done, [%0], %1, 0x989680;\n"
+        "@done bra finish;\n"
+        "bra again;\n"
+        "finish:\n"
+        "}\n" ::"r"(shared_address(barrier)),
+        "r"(parity)
+        : "memory");
+}
+
+// address of the same shared variable in another block of the cluster
+__device__ __forceinline__ uint32_t remote_address(uint32_t local, uint32_t rank) {
+    uint32_t remote;
+    asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(remote) : "r"(local), "r"(rank));
+    return remote;
+}
+
+// 4 or 8 bytes into the shared memory of another block of a cluster launch; they count against what its barrier expects
+__device__ __forceinline__ void store_remote(uint32_t to, uint64_t value, uint32_t barrier) {
+    asm volatile("st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.b64 [%0], %1, [%2];" ::"r"(to), "l"(value),
+                 "r"(barrier)
+                 : "memory");
+}
+
+__device__ __forceinline__ void store_remote(uint32_t to, uint32_t value, uint32_t barrier) {
+    asm volatile("st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.b32 [%0], %1, [%2];" ::"r"(to), "r"(value),
+                 "r"(barrier)
+                 : "memory");
+}
+
+// a block may write to another only when that one runs: arrive at the start, wait before the first write
+__device__ __forceinline__ void cluster_arrive() { asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory"); }
+__device__ __forceinline__ void cluster_wait() { asm volatile("barrier.cluster.wait.aligned;" ::: "memory"); }
+
 // contiguous global -> shared copy by the bulk engine; both 16-byte aligned, bytes a multiple of 16
 __device__ __forceinline__ void bulk_copy(void* to, const void* from, uint32_t bytes, uint64_t* barrier) {
     asm volatile(
@@ -66,6 +105,13 @@ __device__ __forceinline__ void copy16(uint32_t to, const void* from) {
 // this thread's copies so far count as one arrival once they have landed
 __device__ __forceinline__ void copies_arrive(uint64_t* barrier) {
     asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(shared_address(barrier)) : "memory");
+}
+
+// what this thread has copied so far is a group; waits until at most `kLeft` groups have not landed
+__device__ __forceinline__ void copies_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+template <int kLeft>
+__device__ __forceinline__ void copies_wait() {
+    asm volatile("cp.async.wait_group %0;" ::"n"(kLeft) : "memory");
 }
 
 __device__ __forceinline__ void wait_for_previous_kernel() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
@@ -105,6 +151,13 @@ __device__ __forceinline__ void load_transposed(uint32_t (&r)[4], uint32_t addre
                  : "memory");
 }
 
+__device__ __forceinline__ void load_matrices(uint32_t (&r)[4], uint32_t address) {
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3}, [%4];"
+                 : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
+                 : "r"(address)
+                 : "memory");
+}
+
 __device__ __forceinline__ uint4 load_shared(uint32_t address) {
     uint4 v;
     asm volatile("ld.shared.v4.b32 {%0,%1,%2,%3}, [%4];"
@@ -127,6 +180,15 @@ __device__ __forceinline__ uint32_t rank_key(float score) {
     const uint32_t bits = __float_as_uint(score);
     return (bits & 0x80000000u) ? ~bits : (bits | 0x80000000u);
 }
+
+// upper bound of a token's score and, in the low bits, the token; `upper_of` rounds the bound up past these bits.
+// A token without a bound (NaN) may score anything
+constexpr uint32_t kTokenBits = 127;
+constexpr uint32_t kUnbounded = 0xFF800000u;  // the key of +inf
+__device__ __forceinline__ uint32_t bound_key(float upper, int token) {
+    return ((upper != upper ? kUnbounded : rank_key(upper)) & ~kTokenBits) | uint32_t(token);
+}
+__device__ __forceinline__ uint32_t upper_of(uint32_t bound) { return bound | kTokenBits; }
 
 __device__ __forceinline__ float score_of_key(uint32_t key) {
     return __uint_as_float((key & 0x80000000u) ? (key ^ 0x80000000u) : ~key);

@@ -1,63 +1,21 @@
 // Attention at decode over the chosen blocks of each (row, KV group): one cluster a row and group.
 //
-// One warp feeds a ring of 64-key halves of blocks with 16-byte asynchronous copies; keys after the row
+// Feeding warps fill a ring of 64-key halves of blocks by 16-byte asynchronous copies; keys after the row
 // are written as zeros, so that nothing unwritten is ever read. Four warps of 16 keys each run the
 // online softmax on their own keys; warps merge in shared memory, the cluster's blocks through it.
 #include <cooperative_groups.h>
 
-#include "async_copy.cuh"
+#include "msa_decode_attend.cuh"
 
 namespace m3 {
 
 namespace cg = cooperative_groups;
 
-struct PageStrides {  // in elements
-    int64_t page, group, token;
-};
-
-struct AttendArgs {
-    const __nv_bfloat16* q;  // [T,H,D]
-    const void* k;           // bf16 or e4m3
-    const void* v;
-    const float* k_scale;    // e4m3 only: [P,G]
-    const float* v_scale;
-    const int32_t* query_start;
-    const int32_t* seq_lens;
-    const int32_t* page_table;
-    const int32_t* blocks;   // [G,T,K]
-    __nv_bfloat16* out;      // [T,H,D]
-    float* partials;         // [lines, splits, heads, D], then most and sum [lines, splits, heads] (memory merge)
-    int32_t* arrived;        // [lines], zero between launches (memory merge)
-    PageStrides k_strides, v_strides;
-    int64_t table_stride;
-    float scale_log2;        // softmax scale times log2(e)
-    int32_t num_seqs;
-    int32_t num_rows;
-    int32_t groups;
-    int32_t heads_per_group;  // at most 16
-    int32_t num_chosen;       // at most 32
-    int32_t splits;
-};
-
 constexpr int kUnitKeys = 64;
 constexpr int kTeamWarps = 4;  // warps that share a unit, 16 keys each
-constexpr int kGroupHeads = 16;
-constexpr int kMaxSplits = 16;
 constexpr int kMinClusterSplits = 8;
 constexpr int kInboxBytes = kGroupHeads / kMinClusterSplits * kMaxSplits * kHeadDim * 4;
 constexpr int kPitch = kHeadDim + 8;  // floats between heads of a partial output: no bank conflicts
-
-// lane i holds the largest score and the sum of part i: its share of the whole, already divided by the total
-__device__ __forceinline__ float share_of_warp(float most, float sum) {
-    float top = most;
-#pragma unroll
-    for (int hop = 16; hop > 0; hop /= 2) top = fmaxf(top, __shfl_xor_sync(~0u, top, hop));
-    const float weight = exp2f(most - (top == -INFINITY ? 0.f : top));
-    float total = weight * sum;
-#pragma unroll
-    for (int hop = 16; hop > 0; hop /= 2) total += __shfl_xor_sync(~0u, total, hop);
-    return total == 0.f ? 0.f : weight / total;
-}
 
 // how the blocks of a line come together: alone, through a cluster (few lines; clusters do not fill the
 // processors), or through memory where the last block to arrive merges
@@ -68,87 +26,11 @@ enum Merge { kAlone, kCluster, kMemory };
 template <int kTeams>
 struct AttendShape {
     static constexpr int kWarps = kTeamWarps * kTeams;
-    static constexpr int kThreads = (kWarps + 1) * 32;
+    static constexpr int kFeeders = 2 * kTeams;  // for each team one warp that copies K and one that copies V
+    static constexpr int kThreads = (kWarps + kFeeders) * 32;
     static constexpr int kRingBytes = 96 * 1024 * kTeams;
     static constexpr int kBlocksPerProcessor = kTeams == 1 ? 2 : 1;
 };
-
-// the three low bits of a key row, reversed: neighbours land in opposite halves of the banks
-__device__ __forceinline__ int swizzle(int row) { return ((row & 1) << 2) | (row & 2) | ((row >> 2) & 1); }
-
-__device__ __forceinline__ uint32_t widen_e4m3(uint32_t two_bytes) {
-    uint32_t halves;
-    asm("{.reg .b16 pair; cvt.u16.u32 pair, %1; cvt.rn.f16x2.e4m3x2 %0, pair;}" : "=r"(halves) : "r"(two_bytes));
-    return halves;
-}
-
-template <bool kFp8>
-__device__ __forceinline__ uint32_t pack_pair(float x, float y) {
-    if constexpr (kFp8) {
-        const __half2 pair = __floats2half2_rn(x, y);
-        return *reinterpret_cast<const uint32_t*>(&pair);
-    } else {
-        const __nv_bfloat162 pair = __floats2bfloat162_rn(x, y);
-        return *reinterpret_cast<const uint32_t*>(&pair);
-    }
-}
-
-// query fragments for the products with K: dimension order follows each thread's 16-byte chunks of a key row
-template <bool kFp8>
-struct Query {
-    uint32_t fragment[8][4];
-    float scale[2];  // power of two taken out of head g and head g + 8 (e4m3 only)
-};
-
-template <bool kFp8>
-__device__ __forceinline__ Query<kFp8> load_query(const __nv_bfloat16* q, int heads, int g, int t) {
-    Query<kFp8> query;
-    const int head[2] = {g, g + 8};
-#pragma unroll
-    for (int side = 0; side < 2; ++side) {
-        uint4 raw[4];
-#pragma unroll
-        for (int i = 0; i < 4; ++i) {
-            // bf16 rows have 16 chunks of 8 elements, e4m3 rows 8 chunks of 16
-            const int element = kFp8 ? (t + 4 * (i / 2)) * 16 + (i % 2) * 8 : (t + 4 * i) * 8;
-            raw[i] = make_uint4(0, 0, 0, 0);
-            if (head[side] < heads) raw[i] = *reinterpret_cast<const uint4*>(q + head[side] * kHeadDim + element);
-        }
-        float shrink = 1.f;
-        query.scale[side] = 1.f;
-        if constexpr (kFp8) {
-            float most = 0.f;
-#pragma unroll
-            for (int i = 0; i < 4; ++i) {
-                const uint32_t words[4] = {raw[i].x, raw[i].y, raw[i].z, raw[i].w};
-#pragma unroll
-                for (int w = 0; w < 4; ++w) {
-                    most = fmaxf(most, fabsf(__uint_as_float(words[w] << 16)));
-                    most = fmaxf(most, fabsf(__uint_as_float(words[w] & 0xFFFF0000u)));
-                }
-            }
-            most = fmaxf(most, __shfl_xor_sync(~0u, most, 1));
-            most = fmaxf(most, __shfl_xor_sync(~0u, most, 2));
-            // exponents of 2^-100 and less are noise; both factors stay normal numbers
-            const int exponent = min(max(int(__float_as_uint(most) >> 23) - 127, -100), 120);
-            shrink = __uint_as_float(uint32_t(127 - exponent) << 23);
-            query.scale[side] = __uint_as_float(uint32_t(127 + exponent) << 23);
-        }
-#pragma unroll
-        for (int i = 0; i < 4; ++i) {
-            const uint32_t words[4] = {raw[i].x, raw[i].y, raw[i].z, raw[i].w};
-#pragma unroll
-            for (int w = 0; w < 4; ++w) {
-                uint32_t pair = words[w];
-                if constexpr (kFp8)
-                    pair = pack_pair<true>(__uint_as_float(pair << 16) * shrink,
-                                           __uint_as_float(pair & 0xFFFF0000u) * shrink);
-                query.fragment[2 * i + w / 2][side + 2 * (w % 2)] = pair;
-            }
-        }
-    }
-    return query;
-}
 
 __device__ __forceinline__ void store_pair(float* to, float x, float y) {
     *reinterpret_cast<float2*>(to) = make_float2(x, y);
@@ -160,40 +42,6 @@ struct Softmax {
     float most[2];
     float sum[2];
 };
-
-// scores of 16 heads with 16 keys of this warp, two tiles of 8; four independent sums keep the units busy
-template <bool kFp8>
-__device__ __forceinline__ void key_products(float (&c)[2][4], const Query<kFp8>& query, uint32_t keys, int row, int t) {
-    constexpr int kRowBytes = kFp8 ? 128 : 256;
-    constexpr int kVectors = kFp8 ? 2 : 4;
-    const int flip = swizzle(row);
-    uint4 b[2][kVectors];
-#pragma unroll
-    for (int tile = 0; tile < 2; ++tile)
-#pragma unroll
-        for (int i = 0; i < kVectors; ++i)
-            b[tile][i] = load_shared(keys + (row + 8 * tile) * kRowBytes + (((t + 4 * i) ^ flip) << 4));
-    float odd[2][4] = {};
-#pragma unroll
-    for (int i = 0; i < kVectors; ++i)
-#pragma unroll
-        for (int tile = 0; tile < 2; ++tile) {
-            const uint4 k = b[tile][i];
-            if constexpr (kFp8) {
-                mma_f16(c[tile], query.fragment[4 * i], widen_e4m3(k.x & 0xFFFF), widen_e4m3(k.x >> 16));
-                mma_f16(odd[tile], query.fragment[4 * i + 1], widen_e4m3(k.y & 0xFFFF), widen_e4m3(k.y >> 16));
-                mma_f16(c[tile], query.fragment[4 * i + 2], widen_e4m3(k.z & 0xFFFF), widen_e4m3(k.z >> 16));
-                mma_f16(odd[tile], query.fragment[4 * i + 3], widen_e4m3(k.w & 0xFFFF), widen_e4m3(k.w >> 16));
-            } else {
-                mma_bf16(c[tile], query.fragment[2 * i], k.x, k.y);
-                mma_bf16(odd[tile], query.fragment[2 * i + 1], k.z, k.w);
-            }
-        }
-#pragma unroll
-    for (int tile = 0; tile < 2; ++tile)
-#pragma unroll
-        for (int e = 0; e < 4; ++e) c[tile][e] += odd[tile][e];
-}
 
 template <bool kFp8>
 __device__ __forceinline__ void attend_unit(Softmax<kFp8>& state, const Query<kFp8>& query, uint32_t keys,
@@ -326,7 +174,7 @@ __global__ void __launch_bounds__(AttendShape<kTeams>::kThreads, AttendShape<kTe
     const int thread = threadIdx.x, warp = thread / 32, lane = thread % 32, g = lane / 4, t = lane % 4;
     if (thread == 0) {
         for (int stage = 0; stage < kStages; ++stage) {
-            barrier_init(&full[stage], 32);
+            barrier_init(&full[stage], 64);
             barrier_init(&empty[stage], kTeamWarps);
         }
         found[0] = -1;
@@ -338,17 +186,26 @@ __global__ void __launch_bounds__(AttendShape<kTeams>::kThreads, AttendShape<kTe
     wait_for_previous_kernel();
     let_next_kernel_start();
     const int heads = args.heads_per_group;
-    // asked for first, needed last
-    const Query<kFp8> query = load_query<kFp8>(args.q + int64_t(line) * heads * kHeadDim, heads, g, t);
-    int block = -1;
+    int block = -1, first = 0, last = 0, len = 0;
     if (lane < args.num_chosen)
         block = args.blocks[(int64_t(group) * args.num_rows + row) * args.num_chosen + lane];
-    for (int s = thread; s < args.num_seqs; s += Shape::kThreads) {
-        const int first = args.query_start[s], last = args.query_start[s + 1], len = args.seq_lens[s];
+    if (thread < args.num_seqs) {
+        first = args.query_start[thread];
+        last = args.query_start[thread + 1];
+        len = args.seq_lens[thread];
+    }
+    // loads return in order: the query is asked for after what is needed before it
+    const Query<kFp8> query = load_query<kFp8>(args.q + int64_t(line) * heads * kHeadDim, heads, g, t);
+    for (int s = thread;;) {
         if (first <= row && row < last && len > 0) {
             found[0] = s;
             found[1] = len - (last - row);
         }
+        s += Shape::kThreads;
+        if (s >= args.num_seqs) break;
+        first = args.query_start[s];
+        last = args.query_start[s + 1];
+        len = args.seq_lens[s];
     }
     __syncthreads();
     const int sequence = found[0], position = found[1];
@@ -374,23 +231,20 @@ __global__ void __launch_bounds__(AttendShape<kTeams>::kThreads, AttendShape<kTe
     const int first_unit = units * split / splits, last_unit = units * (split + 1) / splits;
     const uint32_t base = shared_address(ring);
 
-    if (warp == kWarps) {
+    if (warp >= kWarps) {
         const CopyLane<kFp8> copy_lane(lane);
-        for (int unit = first_unit; unit < last_unit; ++unit) {
-            const int issued = unit - first_unit, stage = issued % kStages;
-            const int source = unit / 2;
-            const int unit_page = __shfl_sync(~0u, page, source);
+        const int team = (warp - kWarps) / 2, half = (warp - kWarps) % 2;
+        const PageStrides& at = half ? args.v_strides : args.k_strides;
+        const uint8_t* pool = static_cast<const uint8_t*>(half ? args.v : args.k) + group * at.group * kElement;
+        for (int issued = team; issued < last_unit - first_unit; issued += kTeams) {
+            const int unit = first_unit + issued, stage = issued % kStages;
+            const int unit_page = __shfl_sync(~0u, page, unit / 2);
             const int first_key = (unit % 2) * kUnitKeys;
-            const int visible = position + 1 - __shfl_sync(~0u, block, source) * kPageTokens - first_key;
+            const int visible = position + 1 - __shfl_sync(~0u, block, unit / 2) * kPageTokens - first_key;
             if (issued >= kStages) barrier_wait(&empty[stage], (issued / kStages - 1) & 1);
-            const uint32_t keys = base + stage * 2 * kHalfBytes;
-#pragma unroll 1
-            for (int half = 0; half < 2; ++half) {
-                const PageStrides& at = half ? args.v_strides : args.k_strides;
-                const uint8_t* from = static_cast<const uint8_t*>(half ? args.v : args.k) +
-                                      (unit_page * at.page + group * at.group + first_key * at.token) * kElement;
-                copy_half<kFp8>(keys + half * kHalfBytes, from, at.token * kElement, visible, copy_lane);
-            }
+            copy_half<kFp8>(base + (2 * stage + half) * kHalfBytes,
+                            pool + (unit_page * at.page + first_key * at.token) * kElement, at.token * kElement,
+                            visible, copy_lane);
             copies_arrive(&full[stage]);
         }
         if constexpr (kMerge == kCluster) asm volatile("barrier.cluster.wait.aligned;" ::: "memory");
@@ -528,7 +382,7 @@ __global__ void __launch_bounds__(AttendShape<kTeams>::kThreads, AttendShape<kTe
         if (thread == 0) args.arrived[line] = 0;
         // the ring is free: it takes the weights [split, head]
         float* weights = reinterpret_cast<float*>(ring);
-        for (int head = warp; head < heads; head += kWarps + 1) {
+        for (int head = warp; head < heads; head += Shape::kThreads / 32) {
             float2 share = make_float2(-INFINITY, 0.f);
             if (lane < splits) share = __ldcg(reinterpret_cast<const float2*>(sums) + first + lane * heads + head);
             const float weight = share_of_warp(share.x, share.y);

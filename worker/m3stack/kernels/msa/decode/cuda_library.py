@@ -9,7 +9,13 @@ import torch
 
 from m3stack.kernels.build import KernelUnavailableError, load_library
 
-SOURCES = ("msa_decode_score.cu", "msa_decode_select.cu", "msa_decode_attend.cu")
+SOURCES = (
+    "msa_decode_score.cu",
+    "msa_decode_select.cu",
+    "msa_decode_settle.cu",
+    "msa_decode_attend.cu",
+    "msa_decode_attend_block.cu",
+)
 NEEDED_CAPABILITY = (9, 0)
 
 
@@ -25,13 +31,12 @@ def _struct(name: str, **fields: type) -> type[ctypes.Structure]:
 ScoreArgs = _struct(
     "ScoreArgs",
     q=c_void_p,
-    q_meta=c_void_p,
     pages=c_void_p,
-    page_meta=c_void_p,
     query_start=c_void_p,
     seq_lens=c_void_p,
     page_table=c_void_p,
     keys=c_void_p,
+    second_keys=c_void_p,
     lower_keys=c_void_p,
     page_stride_bytes=c_int64,
     table_stride=c_int64,
@@ -40,44 +45,42 @@ ScoreArgs = _struct(
     groups=c_int32,
     seq_stride=c_int32,
     table_width=c_int32,
+    num_lines=c_int32,
 )
 SelectArgs = _struct(
     "SelectArgs",
     keys=c_void_p,
-    lower_keys=c_void_p,
     query_start=c_void_p,
     seq_lens=c_void_p,
-    page_table=c_void_p,
     blocks=c_void_p,
-    pages=c_void_p,
-    candidates=c_void_p,
-    num_candidates=c_void_p,
     row_stride=c_int64,
-    table_stride=c_int64,
     num_seqs=c_int32,
     num_rows=c_int32,
     groups=c_int32,
     num_chosen=c_int32,
     num_local=c_int32,
 )
-RescoreArgs = _struct(
-    "RescoreArgs",
+SettleArgs = _struct(
+    "SettleArgs",
     q=c_void_p,
     pages=c_void_p,
+    keys=c_void_p,
+    second_keys=c_void_p,
+    lower_keys=c_void_p,
     query_start=c_void_p,
     seq_lens=c_void_p,
     page_table=c_void_p,
-    candidates=c_void_p,
-    num_candidates=c_void_p,
-    keys=c_void_p,
+    blocks=c_void_p,
+    num_rescored=c_void_p,
     page_stride=c_int64,
     table_stride=c_int64,
     row_stride=c_int64,
     num_seqs=c_int32,
+    num_rows=c_int32,
     groups=c_int32,
-)
-SplitQueryArgs = _struct(
-    "SplitQueryArgs", q=c_void_p, planes=c_void_p, meta=c_void_p, num_lines=c_int32
+    num_chosen=c_int32,
+    num_local=c_int32,
+    splits=c_int32,
 )
 AttendArgs = _struct(
     "AttendArgs",
@@ -131,10 +134,10 @@ class DecodeLibrary:
         self.num_processors = torch.cuda.get_device_properties(0).multi_processor_count
         self._declare("m3_score", POINTER(ScoreArgs), c_int, c_int)
         self._declare("m3_score_int8", POINTER(ScoreArgs), c_int, c_int)
-        self._declare("m3_select", POINTER(SelectArgs), c_int)
-        self._declare("m3_rescore", POINTER(RescoreArgs), c_int, c_int)
-        self._declare("m3_split_query", POINTER(SplitQueryArgs))
+        self._declare("m3_select", POINTER(SelectArgs))
+        self._declare("m3_settle", POINTER(SettleArgs))
         self._declare("m3_attend", POINTER(AttendArgs), c_int, c_int, c_int)
+        self._declare("m3_attend_block", POINTER(AttendArgs))
 
     def _declare(self, name: str, *types: type) -> None:
         function = getattr(self._library, name)

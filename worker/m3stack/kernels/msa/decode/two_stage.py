@@ -1,8 +1,9 @@
 """Exact block choice that reads 1-byte index keys first and bf16 keys only where they can matter.
 
-The int8 copy bounds every score from both sides; a block whose upper bound lies below the cut of
-the lower bounds cannot be chosen. The rest is scored by the one-stage arithmetic, so the choice is
-that of `CudaDecode.choose_blocks` on every input. Proof and constants: docs/decisions/0010.
+The int8 copy bounds every score from both sides: a block whose upper bound lies below the cut of
+the lower bounds cannot be chosen. The rest is scored by the one-stage arithmetic, most of it by
+one token, whose score no other token's bound reaches. So the choice is that of
+`CudaDecode.choose_blocks` on every input. Proof and constants: docs/decisions/0010 and 0013.
 """
 
 from __future__ import annotations
@@ -13,12 +14,7 @@ import torch
 from torch import Tensor
 
 from m3stack.kernels.interface import PagedRows
-from m3stack.kernels.msa.decode.cuda_library import (
-    RescoreArgs,
-    ScoreArgs,
-    SelectArgs,
-    SplitQueryArgs,
-)
+from m3stack.kernels.msa.decode.cuda_library import ScoreArgs, SettleArgs
 from m3stack.kernels.msa.decode.with_cuda import (
     BLOCK_TOKENS,
     HEAD_DIM,
@@ -37,8 +33,15 @@ NORM_SLACK = 1.0 + 2.0**-10
 MAX_NORM = 1.0e18
 # keeps underflowed products inside the bound
 MIN_BOUND = 1.0e-15
-# processors times resident blocks of the rescoring kernel
-RESCORE_BLOCKS_PER_PROCESSOR = 4
+# blocks of the settling kernel that a processor holds at a time, and the largest cluster of them
+SETTLE_BLOCKS_PER_PROCESSOR = 3
+MAX_SETTLE_SPLITS = 16
+
+
+# bytes of a token in the copy: its int8 key, then in the page's tail its scale and bound
+COPY_TOKEN_BYTES = HEAD_DIM + 4
+# (row, head) lines of a step whose queries fit in shared memory beside the pages
+MAX_LINES = 256
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,10 +58,31 @@ class IndexCopy:
     meta_PB: Tensor
 
     @staticmethod
+    def over(pages_PX: Tensor) -> IndexCopy:
+        """The copy that lives in these pages: uint8 [P, B * (D + 4)], keys first, then metas.
+
+        One page is one piece of memory, so that one copy brings both.
+        """
+        keys = BLOCK_TOKENS * HEAD_DIM
+        return IndexCopy(
+            pages_PX[:, :keys].view(torch.int8).unflatten(1, (BLOCK_TOKENS, HEAD_DIM)),
+            pages_PX[:, keys:].view(torch.int32),
+        )
+
+    @staticmethod
     def empty(num_pages: int, device: torch.device | str) -> IndexCopy:
         """Uninitialised copy for `num_pages` pages: 132 bytes a token."""
-        keys_PBD = torch.empty((num_pages, BLOCK_TOKENS, HEAD_DIM), dtype=torch.int8, device=device)
-        return IndexCopy(keys_PBD, keys_PBD.new_empty(keys_PBD.shape[:2], dtype=torch.int32))
+        size = (num_pages, BLOCK_TOKENS * COPY_TOKEN_BYTES)
+        return IndexCopy.over(torch.empty(size, dtype=torch.uint8, device=device))
+
+    @staticmethod
+    def of(index_k_PBD: Tensor, *, pages_at_once: int = 4096) -> IndexCopy:
+        """The copy of whole pages, some at a time: the steps in between are in fp32."""
+        copy = IndexCopy.empty(index_k_PBD.shape[0], index_k_PBD.device)
+        for first in range(0, index_k_PBD.shape[0], pages_at_once):
+            part = slice(first, first + pages_at_once)
+            copy.keys_PBD[part], copy.meta_PB[part] = copy_index_keys(index_k_PBD[part])
+        return copy
 
 
 def copy_index_keys(index_k: Tensor) -> tuple[Tensor, Tensor]:
@@ -110,113 +134,101 @@ def choose_blocks_two_stage(
 
     Returns:
         int32 [G, T, K] blocks and int32 [T, G], how many blocks had to be scored in bf16: a few
-        percent on keys as they occur, all of them where the bound says nothing.
+        percent on keys as they occur, all of them where the bounds say nothing.
 
     Raises:
         UnsupportedShapeError: a shape, dtype or stride that the decode kernels do not serve.
     """
     check_index(index_q_TGD, index_k_PBD, rows, num_blocks)
-    if copy.keys_PBD.shape != index_k_PBD.shape or not copy.meta_PB.is_contiguous():
-        raise UnsupportedShapeError(
-            f"the int8 copy must have the shape of the index pages {tuple(index_k_PBD.shape)}, "
-            f"got {tuple(copy.keys_PBD.shape)}"
-        )
     num_tokens, groups, _ = index_q_TGD.shape
-    work = _Workspace.of(index_q_TGD, rows, num_blocks)
-    _launch_bounds(decode, index_q_TGD, copy, rows, work)
-    choosing = SelectArgs(
+    _check_copy(copy, index_k_PBD, num_tokens * groups)
+    work = Workspace.of(index_q_TGD, rows, num_blocks)
+    launch_bounds(decode, index_q_TGD, copy, rows, work)
+    settling = SettleArgs(
+        q=index_q_TGD.data_ptr(),
+        pages=index_k_PBD.data_ptr(),
         keys=work.keys.data_ptr(),
+        second_keys=work.second_keys.data_ptr(),
         lower_keys=work.lower_keys.data_ptr(),
         blocks=work.blocks_GTK.data_ptr(),
-        candidates=work.candidates.data_ptr(),
-        num_candidates=work.num_candidates_TG.data_ptr(),
+        num_rescored=work.num_rescored_TG.data_ptr(),
+        page_stride=index_k_PBD.stride(0),
         row_stride=work.keys.stride(0),
         num_rows=num_tokens,
         groups=groups,
         num_chosen=num_blocks,
         num_local=num_local_blocks,
+        splits=settle_splits(num_tokens * groups, decode.library.num_processors),
         **row_fields(rows),
     )
-    decode.library.launch("m3_select", choosing, 1)
-    _launch_rescore(decode, index_q_TGD, index_k_PBD, rows, work)
-    decode.library.launch("m3_select", choosing, 0)
-    return work.blocks_GTK, work.num_candidates_TG
+    decode.library.launch("m3_settle", settling)
+    return work.blocks_GTK, work.num_rescored_TG
+
+
+def settle_splits(lines: int, num_processors: int) -> int:
+    """Blocks that share the rescoring of a line: a power of two, all of them resident at once."""
+    splits = 1
+    slots = SETTLE_BLOCKS_PER_PROCESSOR * num_processors
+    while splits < MAX_SETTLE_SPLITS and 2 * splits * lines <= slots:
+        splits *= 2
+    return splits
 
 
 @dataclass(frozen=True, slots=True)
-class _Workspace:
+class Workspace:
     """Uninitialised tensors of one call; a line is a (row, group)."""
 
-    planes: Tensor  # int8 [lines, 2, D]: the query as high and low bytes
-    query_meta: Tensor  # fp32 [lines, 4]: scale and norm bound
-    keys: Tensor  # int32 [lines, J']: upper bounds, then scores
+    keys: Tensor  # int32 [lines, J']: upper bounds, each with the token that has it
+    second_keys: Tensor  # upper bounds of the other tokens of each block
     lower_keys: Tensor
-    candidates: Tensor
-    num_candidates_TG: Tensor
+    num_rescored_TG: Tensor
     blocks_GTK: Tensor
 
     @staticmethod
-    def of(index_q_TGD: Tensor, rows: PagedRows, num_blocks: int) -> _Workspace:
+    def of(index_q_TGD: Tensor, rows: PagedRows, num_blocks: int) -> Workspace:
         num_tokens, groups, _ = index_q_TGD.shape
         lines, device = num_tokens * groups, index_q_TGD.device
         keys = score_workspace(lines, rows, device)
-        return _Workspace(
-            planes=torch.empty((lines, 2, HEAD_DIM), dtype=torch.int8, device=device),
-            query_meta=torch.empty((lines, 4), dtype=torch.float32, device=device),
+        return Workspace(
             keys=keys,
+            second_keys=torch.empty_like(keys),
             lower_keys=torch.empty_like(keys),
-            candidates=torch.empty_like(keys),
-            num_candidates_TG=keys.new_empty((num_tokens, groups)),
+            num_rescored_TG=keys.new_empty((num_tokens, groups)),
             blocks_GTK=keys.new_empty((groups, num_tokens, num_blocks)),
         )
 
 
-def _launch_bounds(
-    decode: CudaDecode, index_q_TGD: Tensor, copy: IndexCopy, rows: PagedRows, work: _Workspace
+def launch_bounds(
+    decode: CudaDecode, index_q_TGD: Tensor, copy: IndexCopy, rows: PagedRows, work: Workspace
 ) -> None:
-    """Upper and lower bounds of every block, from the int8 copy."""
-    splitting = SplitQueryArgs(
-        q=index_q_TGD.data_ptr(),
-        planes=work.planes.data_ptr(),
-        meta=work.query_meta.data_ptr(),
-        num_lines=work.keys.shape[0],
-    )
-    decode.library.launch("m3_split_query", splitting)
+    """The first stage: upper and lower bounds of every block, from the int8 copy."""
     scoring = ScoreArgs(
-        q=work.planes.data_ptr(),
-        q_meta=work.query_meta.data_ptr(),
+        q=index_q_TGD.data_ptr(),
         pages=copy.keys_PBD.data_ptr(),
-        page_meta=copy.meta_PB.data_ptr(),
         keys=work.keys.data_ptr(),
+        second_keys=work.second_keys.data_ptr(),
         lower_keys=work.lower_keys.data_ptr(),
         page_stride_bytes=copy.keys_PBD.stride(0),
         row_stride=work.keys.stride(0),
         groups=index_q_TGD.shape[1],
         table_width=rows.page_table_SJ.shape[1],
+        num_lines=work.keys.shape[0],
         **row_fields(rows),
     )
     decode.launch_score("m3_score_int8", scoring, rows)
 
 
-def _launch_rescore(
-    decode: CudaDecode,
-    index_q_TGD: Tensor,
-    index_k_PBD: Tensor,
-    rows: PagedRows,
-    work: _Workspace,
-) -> None:
-    """One-stage scores of the candidates, from the bf16 keys."""
-    lines = work.keys.shape[0]
-    rescoring = RescoreArgs(
-        q=index_q_TGD.data_ptr(),
-        pages=index_k_PBD.data_ptr(),
-        candidates=work.candidates.data_ptr(),
-        num_candidates=work.num_candidates_TG.data_ptr(),
-        keys=work.keys.data_ptr(),
-        page_stride=index_k_PBD.stride(0),
-        row_stride=work.keys.stride(0),
-        groups=index_q_TGD.shape[1],
-        **row_fields(rows),
-    )
-    slots = RESCORE_BLOCKS_PER_PROCESSOR * decode.library.num_processors
-    decode.library.launch("m3_rescore", rescoring, lines, max(1, slots // max(1, lines)))
+def _check_copy(copy: IndexCopy, index_k_PBD: Tensor, lines: int) -> None:
+    page_bytes = BLOCK_TOKENS * COPY_TOKEN_BYTES
+    key_bytes = BLOCK_TOKENS * HEAD_DIM
+    if copy.keys_PBD.shape != index_k_PBD.shape:
+        raise UnsupportedShapeError(
+            f"the int8 copy must have the shape of the index pages {tuple(index_k_PBD.shape)}, "
+            f"got {tuple(copy.keys_PBD.shape)}"
+        )
+    side_by_side = copy.meta_PB.data_ptr() == copy.keys_PBD.data_ptr() + key_bytes
+    strides = (copy.keys_PBD.stride(), copy.meta_PB.stride())
+    if not side_by_side or strides != ((page_bytes, HEAD_DIM, 1), (page_bytes // 4, 1)):
+        raise UnsupportedShapeError(f"a page of the int8 copy must be one piece, got {strides}")
+    if lines > MAX_LINES:
+        raise UnsupportedShapeError(f"query rows x index heads at most {MAX_LINES}, got {lines}")

@@ -25,6 +25,8 @@ MAX_COLUMNS = 32
 MAX_CHOSEN = 32
 MAX_SEQUENCES = 1024
 MAX_HEADS_PER_GROUP = 16
+# up to so many (row, group) lines each chosen block has a thread block of its own
+BLOCK_LINES = 16
 CLUSTER_LINES = 8
 CLUSTER_SPLITS = 16
 MAX_SPLITS = 16
@@ -72,6 +74,7 @@ class CudaDecode:
             row_stride=keys.stride(0),
             groups=groups,
             table_width=rows.page_table_SJ.shape[1],
+            num_lines=num_tokens * groups,
             **row_fields(rows),
         )
         self.launch_score("m3_score", arguments, rows)
@@ -107,9 +110,11 @@ class CudaDecode:
             groups=groups,
             num_chosen=num_blocks,
             num_local=num_local_blocks,
-            **row_fields(rows),
+            query_start=rows.query_start_S1.data_ptr(),
+            seq_lens=rows.seq_lens_S.data_ptr(),
+            num_seqs=rows.seq_lens_S.shape[0],
         )
-        self.library.launch("m3_select", arguments, 0)
+        self.library.launch("m3_select", arguments)
         return blocks_GTK
 
     def block_attention(
@@ -191,8 +196,12 @@ class CudaDecode:
         )
         is_fp8 = int(scales_PG[0] is not None)
         lines = num_tokens * groups
-        plan = attention_plan(lines, self.library.num_processors)
+        serves_blocks = not is_fp8 and num_chosen <= CLUSTER_SPLITS
+        plan = attention_plan(lines, self.library.num_processors, serves_blocks=serves_blocks)
         arguments.splits = plan.splits
+        if plan.merge is Merge.BLOCKS:
+            self.library.launch("m3_attend_block", arguments)
+            return out_THD
         if plan.merge is Merge.MEMORY:
             partials = q_THD.new_empty(
                 plan.splits * num_tokens * heads * (HEAD_DIM + 2), dtype=torch.float32
@@ -209,6 +218,8 @@ class Merge(IntEnum):
     ALONE = 0
     CLUSTER = 1
     MEMORY = 2
+    # a kernel of its own: a chosen block for each thread block, heads sent to their owners
+    BLOCKS = 3
 
 
 @dataclass(frozen=True, slots=True)
@@ -220,15 +231,22 @@ class AttentionPlan:
     merge: Merge
 
 
-def attention_plan(lines: int, num_processors: int) -> AttentionPlan:
+def attention_plan(lines: int, num_processors: int, *, serves_blocks: bool = True) -> AttentionPlan:
     """The plan with the least time for this many (row, group) lines.
 
     A block of two teams fills a processor and is the fastest on its own; two blocks of one team
     keep more lines in flight. Large clusters merge fastest but leave processors idle, so they
     serve only the smallest batches.
+
+    Args:
+        lines: (row, group) pairs of the step.
+        num_processors: of the GPU.
+        serves_blocks: bf16, and no more chosen blocks than a cluster has thread blocks.
     """
     if lines > num_processors:
         return AttentionPlan(1, 1, Merge.ALONE)
+    if lines <= BLOCK_LINES and serves_blocks:
+        return AttentionPlan(1, CLUSTER_SPLITS, Merge.BLOCKS)
     if lines <= CLUSTER_LINES:
         return AttentionPlan(2, CLUSTER_SPLITS, Merge.CLUSTER)
     splits = min(MAX_SPLITS, num_processors // lines)
