@@ -8,10 +8,12 @@
 
 pub mod anthropic;
 pub mod checkpoint;
+pub mod constraint;
 pub mod conversation;
 pub mod detokenize;
 pub mod error;
 pub mod json;
+pub mod lark;
 pub mod markers;
 pub mod model;
 pub mod openai;

@@ -2,7 +2,7 @@
 
 mod builder;
 
-use crate::json::Json;
+use crate::json::{Json, Object};
 use std::collections::HashMap;
 
 /// A set of JSON types.
@@ -33,9 +33,38 @@ impl Types {
         self.0 & other.0 != 0
     }
 
+    /// Whether all of `other`'s types are in here.
+    pub fn includes(self, other: Self) -> bool {
+        self.0 & other.0 == other.0
+    }
+
     /// Whether numbers need not be whole.
     pub fn allows_fractions(self) -> bool {
         self.0 & 8 != 0
+    }
+
+    /// The types that a schema names itself, or that its keywords imply; `None` if it says nothing.
+    pub fn of_schema(schema: &Object) -> Option<Self> {
+        builder::own_types(schema)
+    }
+
+    /// The types of these values.
+    pub fn of_values(values: &[Json]) -> Self {
+        values.iter().map(Self::of_value).fold(Self::NONE, Self::or)
+    }
+
+    /// Their names in a schema; a number includes integers.
+    pub fn names(self) -> impl Iterator<Item = &'static str> {
+        let number = if self.allows_fractions() { "number" } else { "integer" };
+        let all = [
+            (Self::NULL, "null"),
+            (Self::BOOLEAN, "boolean"),
+            (Self::NUMBER, number),
+            (Self::STRING, "string"),
+            (Self::ARRAY, "array"),
+            (Self::OBJECT, "object"),
+        ];
+        all.into_iter().filter(move |(kind, _)| self.has(*kind)).map(|(_, name)| name)
     }
 
     fn or(self, other: Self) -> Self {
@@ -59,7 +88,8 @@ impl Types {
         }
     }
 
-    fn of_value(value: &Json) -> Self {
+    /// The type of a value.
+    pub fn of_value(value: &Json) -> Self {
         match value {
             Json::Null => Self::NULL,
             Json::Bool(_) => Self::BOOLEAN,
@@ -75,6 +105,11 @@ impl Types {
 /// All that a schema says about one place of a value: the alternatives that may hold there.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct View(usize);
+
+/// The part of the document that a reference names; only references within it are followed.
+pub fn resolve<'a>(root: &'a Json, reference: &str) -> Option<&'a Json> {
+    builder::resolve(root, reference)
+}
 
 /// A compiled schema. Places are looked up once and remembered.
 #[derive(Debug)]
@@ -239,7 +274,7 @@ impl Schema {
         let node = &self.nodes[at];
         let mut types = node.types.unwrap_or(Types::ALL);
         if !node.values.is_empty() {
-            types = types.and(node.values.iter().map(Types::of_value).fold(Types::NONE, Types::or));
+            types = types.and(Types::of_values(&node.values));
         }
         for &part in &node.all {
             types = types.and(self.node_types(part, known, chain));

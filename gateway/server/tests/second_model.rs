@@ -10,6 +10,7 @@ use std::path::PathBuf;
 use std::sync::Arc;
 
 use gateway_core::checkpoint::{Model, OpenOptions, with_spec};
+use gateway_core::constraint::{Constraint, OutputRules};
 use gateway_core::error::RequestError;
 use gateway_core::json::{Json, Object};
 use gateway_core::model::{
@@ -110,6 +111,14 @@ impl ModelSpec for Toy {
 
     fn template_variables(&self, _: ThinkingMode) -> Object {
         Object::new()
+    }
+
+    fn constraint(&self, _: &OutputRules) -> Result<Option<Constraint>, RequestError> {
+        Ok(None)
+    }
+
+    fn banned_token_ids(&self, _: &OutputRules) -> Vec<u32> {
+        Vec::new()
     }
 
     fn output_parser(&self, _: &OutputOptions) -> Box<dyn OutputParser> {

@@ -13,9 +13,10 @@ pub use types::{
     Usage,
 };
 
+use crate::constraint::{ResponseFormat, ToolChoice};
 use crate::conversation::fields::Fields;
 use crate::conversation::generation::read_messages;
-use crate::conversation::{Conversation, Limits, ResponseFormat, StreamWish, ToolChoice};
+use crate::conversation::{Conversation, Limits, Standing, StreamWish};
 use crate::error::RequestError;
 use crate::json::{Json, Object};
 use crate::model::ThinkingMode;
@@ -78,6 +79,7 @@ fn conversation(body: &Fields, limits: &Limits) -> Result<Conversation, RequestE
         template_variables: Object::new(),
         media,
         generation: read_messages(body, limits)?,
+        standing: Standing::read(body)?,
         stream: StreamWish {
             stream: body.boolean("stream")?.unwrap_or(false),
             ..StreamWish::default()

@@ -22,6 +22,11 @@ fn same(messages: &str, as_chat: &str) {
     let mut theirs = theirs.unwrap();
     theirs.generation.fit_context = true;
     theirs.media.clone_from(&ours.media);
+    for (mine, their) in ours.tool_schemas.iter().zip(theirs.tool_schemas.iter()) {
+        assert_eq!((&mine.name, &mine.parameters), (&their.name, &their.parameters));
+    }
+    // where they stand, and what each protocol says beside them
+    theirs.tool_schemas = ours.tool_schemas.clone();
     assert_eq!(ours, theirs);
 }
 

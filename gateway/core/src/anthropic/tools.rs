@@ -1,7 +1,9 @@
 //! Declared tools and which of them may be called, in Anthropic's words.
 
+use crate::constraint::ToolChoice;
+use crate::conversation::Limits;
 use crate::conversation::fields::Fields;
-use crate::conversation::{Limits, ToolChoice};
+use crate::conversation::tools::schema;
 use crate::error::RequestError;
 use crate::json::{Json, Object};
 use crate::model::ToolSchema;
@@ -42,24 +44,19 @@ fn tool(tool: &Fields) -> Result<(Json, ToolSchema), RequestError> {
         let message = format!("{path} is {kind:?}; only tools with an input_schema are supported");
         return Err(RequestError::invalid(path, message));
     }
-    let name = tool.string("name")?.unwrap_or("");
-    if name.is_empty() {
-        let path = tool.path("name");
-        return Err(RequestError::invalid(path.clone(), format!("{path} is missing or empty")));
-    }
-    let Some(schema) = tool.object("input_schema")? else {
+    let schema = schema(tool, "input_schema")?;
+    let Some(parameters) = schema.parameters.clone() else {
         let path = tool.path("input_schema");
         return Err(RequestError::invalid(path.clone(), format!("{path} is missing")));
     };
-    let parameters = Json::Object(schema.members().clone());
     let mut function = Object::new();
-    function.insert("name".to_owned(), name.into());
+    function.insert("name".to_owned(), schema.name.as_str().into());
     if let Some(description) = tool.string("description")? {
         function.insert("description".to_owned(), description.into());
     }
-    function.insert("parameters".to_owned(), parameters.clone());
+    function.insert("parameters".to_owned(), parameters);
     let shown = Json::object([("type", "function".into()), ("function", Json::Object(function))]);
-    Ok((shown, ToolSchema { name: name.to_owned(), parameters: Some(parameters) }))
+    Ok((shown, schema))
 }
 
 /// The choice, and whether several calls at once are wanted.

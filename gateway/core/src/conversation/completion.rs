@@ -2,7 +2,9 @@
 
 use super::fields::{Fields, wrong_type};
 use super::generation::{Generation, StreamWish, read_completion, read_stream, token_ids};
-use super::{Conversation, Limits, check_chat};
+use super::tools::response_format;
+use super::{Conversation, Limits, Standing, check_chat};
+use crate::constraint::ResponseFormat;
 use crate::error::RequestError;
 use crate::json::Json;
 use crate::openai::{CompletionRequest, DetokenizeRequest, TokenizeRequest};
@@ -29,6 +31,10 @@ pub struct CompletionTask {
     pub add_special_tokens: bool,
     /// Sampling and ending.
     pub generation: Generation,
+    /// What form the text must have.
+    pub response_format: ResponseFormat,
+    /// On whose behalf, and how urgently.
+    pub standing: Standing,
     /// Streaming wishes.
     pub stream: StreamWish,
 }
@@ -71,6 +77,8 @@ pub fn check_completion(
         echo: body.boolean("echo")?.unwrap_or(false),
         add_special_tokens: body.boolean("add_special_tokens")?.unwrap_or(true),
         generation: read_completion(&body, limits)?,
+        response_format: response_format(&body)?,
+        standing: Standing::read(&body)?,
         stream: read_stream(&body)?,
     })
 }

@@ -58,6 +58,10 @@ pub struct Generation {
     pub stop_token_ids: Vec<u32>,
     /// Added to logits, by id; -100 to 100.
     pub logit_bias: Vec<(u32, f32)>,
+    /// Only these may be sampled; empty allows all.
+    pub allowed_token_ids: Vec<u32>,
+    /// These are never sampled.
+    pub banned_token_ids: Vec<u32>,
     /// Texts that end the reply; none is empty.
     pub stop: Vec<String>,
     /// The matched stop text is part of the reply.
@@ -166,6 +170,8 @@ fn read(
         logprobs,
         stop_token_ids: stop_token_ids(body, limits)?,
         logit_bias: logit_bias(body, limits)?,
+        allowed_token_ids: listed_ids(body, "allowed_token_ids", limits)?,
+        banned_token_ids: listed_ids(body, "banned_token_ids", limits)?,
         stop: ending.stop,
         include_stop: body.boolean("include_stop_str_in_output")?.unwrap_or(false),
         num_samples: body.count("n", 1..=limits.max_samples)?.unwrap_or(1),
@@ -229,6 +235,14 @@ pub(super) fn token_ids(
 fn stop_token_ids(body: &Fields, limits: &Limits) -> Result<Vec<u32>, RequestError> {
     let items = body.array("stop_token_ids")?.unwrap_or(&[]);
     token_ids(items, "stop_token_ids", limits)
+}
+
+/// A list of ids at `key`, without those that come twice.
+fn listed_ids(body: &Fields, key: &str, limits: &Limits) -> Result<Vec<u32>, RequestError> {
+    let mut ids = token_ids(body.array(key)?.unwrap_or(&[]), key, limits)?;
+    ids.sort_unstable();
+    ids.dedup();
+    Ok(ids)
 }
 
 fn logit_bias(body: &Fields, limits: &Limits) -> Result<Vec<(u32, f32)>, RequestError> {

@@ -5,17 +5,20 @@ pub(crate) mod fields;
 pub(crate) mod generation;
 pub(crate) mod media;
 pub(crate) mod messages;
+mod standing;
 pub(crate) mod tools;
 pub(crate) mod turns;
 
+pub use crate::constraint::{ResponseFormat, ToolChoice};
 pub use completion::{
     CompletionPrompt, CompletionTask, TokenizeTask, check_completion, check_detokenize,
     check_tokenize,
 };
 pub use generation::{Generation, LogprobsWish, StreamWish};
 pub use media::MediaRef;
-pub use tools::{ResponseFormat, ToolChoice};
+pub use standing::Standing;
 
+use crate::constraint::OutputRules;
 use crate::error::RequestError;
 use crate::json::{Json, Object};
 use crate::model::{GenerationDefaults, OutputOptions, ThinkingMode, ToolSchema};
@@ -92,6 +95,8 @@ pub struct Conversation {
     pub media: Vec<MediaRef>,
     /// How tokens are chosen and when they end.
     pub generation: Generation,
+    /// On whose behalf, and how urgently.
+    pub standing: Standing,
     /// Streaming wishes.
     pub stream: StreamWish,
     /// The last message is an unfinished assistant turn to be continued.
@@ -103,13 +108,34 @@ pub struct Conversation {
 impl Conversation {
     /// What a parser of the reply must know.
     pub fn output_options(&self) -> OutputOptions {
-        // a continued turn is past its thinking
-        let thinking = if self.continue_final_message {
-            ThinkingMode::Disabled
-        } else {
-            self.thinking.unwrap_or_default()
-        };
-        OutputOptions { thinking, tools: self.tool_schemas.clone() }
+        OutputOptions { thinking: self.begins_with(), tools: self.tool_schemas.clone() }
+    }
+
+    /// Which output is right.
+    ///
+    /// # Errors
+    /// `InvalidRequest` for a form that a continued answer cannot have.
+    pub fn output_rules(&self) -> Result<OutputRules, RequestError> {
+        if self.continue_final_message && self.response_format != ResponseFormat::Text {
+            let message = "response_format cannot be kept by a reply that continues a message: \
+                           its beginning is fixed";
+            return Err(RequestError::invalid("response_format", message));
+        }
+        Ok(OutputRules {
+            thinking: self.begins_with(),
+            tools: self.tool_schemas.clone(),
+            choice: self.tool_choice.clone(),
+            parallel: self.parallel_tool_calls,
+            format: self.response_format.clone(),
+        })
+    }
+
+    /// A continued turn is past its thinking.
+    fn begins_with(&self) -> ThinkingMode {
+        match self.continue_final_message {
+            true => ThinkingMode::Disabled,
+            false => self.thinking.unwrap_or_default(),
+        }
     }
 }
 
@@ -151,6 +177,7 @@ pub fn check_chat(request: ChatRequest, limits: &Limits) -> Result<Conversation,
         template_variables,
         media,
         generation: generation::read_chat(&body, limits)?,
+        standing: Standing::read(&body)?,
         stream: generation::read_stream(&body)?,
         continue_final_message,
         add_generation_prompt,

@@ -76,6 +76,8 @@ fn what_is_said_is_taken() {
         logprobs: LogprobsWish { wanted: true, top: 20 },
         stop_token_ids: vec![5],
         logit_bias: vec![(7, -100.0), (8, 1.5)],
+        allowed_token_ids: vec![],
+        banned_token_ids: vec![],
         stop: vec!["a".to_owned(), "b".to_owned()],
         include_stop: true,
         num_samples: 2,
@@ -357,4 +359,111 @@ proptest! {
             prop_assert!(error.message.contains(name), "{}", error.message);
         }
     }
+}
+
+#[test]
+fn a_choice_of_tools_is_read_in_every_spelling() {
+    let tools = r#""tools":[{"type":"function","function":{"name":"f","strict":true}},
+        {"type":"function","function":{"name":"g"}}]"#;
+    let chosen = |choice: &str| with(&format!("{tools},{choice}")).unwrap().tool_choice;
+    let only_g = |required| ToolChoice::Allowed { names: vec!["g".to_owned()], required };
+    for (choice, expected) in [
+        (r#""function_call":{"name":"g"}"#, ToolChoice::Named("g".to_owned())),
+        (r#""function_call":"none""#, ToolChoice::None),
+        (
+            r#""tool_choice":{"type":"function","function":{"name":"g"}}"#,
+            ToolChoice::Named("g".to_owned()),
+        ),
+        (
+            r#""tool_choice":{"type":"allowed_tools","allowed_tools":{"mode":"required",
+            "tools":[{"type":"function","function":{"name":"g"}}]}}"#,
+            only_g(true),
+        ),
+        (
+            r#""tool_choice":{"type":"allowed_tools","mode":"auto","tools":[{"type":"function","name":"g"}]}"#,
+            only_g(false),
+        ),
+    ] {
+        assert_eq!(chosen(choice), expected, "{choice}");
+    }
+    let limited = with(&format!(
+        "{tools},\"tool_choice\":{{\"type\":\"allowed_tools\",\"tools\":[{{\"name\":\"g\"}}]}}"
+    ));
+    // the prompt keeps all of them, so that its beginning stays the same
+    assert_eq!(limited.unwrap().tools.len(), 2);
+    for (choice, word) in [
+        (r#""tool_choice":{"type":"allowed_tools","tools":[]}"#, "is empty"),
+        (r#""tool_choice":{"type":"allowed_tools","tools":[{"name":"h"}]}"#, "\"h\""),
+        (
+            r#""tool_choice":{"type":"allowed_tools","mode":"any","tools":[{"name":"g"}]}"#,
+            "\"any\"",
+        ),
+        (r#""function_call":{"name":"h"}"#, "\"h\""),
+    ] {
+        let error = with(&format!("{tools},{choice}")).unwrap_err();
+        assert!(error.message.contains(word), "{choice}: {}", error.message);
+    }
+    let schemas = with(tools).unwrap().tool_schemas;
+    assert_eq!(schemas.iter().map(|schema| schema.strict).collect::<Vec<_>>(), [true, false]);
+    assert_eq!(schemas[0].param, "tools[0].function.parameters");
+}
+
+#[test]
+fn forms_of_the_answer_are_read_from_either_place() {
+    let form = |members: &str| with(members).map(|conversation| conversation.response_format);
+    let texts = vec!["yes".to_owned(), "no".to_owned()];
+    for (members, expected) in [
+        (r#""structured_outputs":{"choice":["yes","no"]}"#, ResponseFormat::Choice(texts)),
+        (r#""structured_outputs":{"regex":"a+"}"#, ResponseFormat::Regex("a+".to_owned())),
+        (r#""structured_outputs":{"json_object":true}"#, ResponseFormat::JsonObject),
+        (
+            r#""structured_outputs":{"grammar":"start: \"a\""}"#,
+            ResponseFormat::Grammar("start: \"a\"".to_owned()),
+        ),
+        (r#""structured_outputs":{}"#, ResponseFormat::Text),
+        (r#""response_format":{"type":"text"}"#, ResponseFormat::Text),
+    ] {
+        assert_eq!(form(members), Ok(expected), "{members}");
+    }
+    for (members, param) in [
+        (r#""structured_outputs":{"regex":"a","choice":["b"]}"#, "structured_outputs"),
+        (r#""structured_outputs":{"choice":[]}"#, "structured_outputs"),
+        (r#""structured_outputs":{"choice":[1]}"#, "structured_outputs.choice"),
+        (r#""structured_outputs":{"json":"{}"}"#, "structured_outputs.json"),
+        (r#""structured_outputs":{"unheard":1}"#, "structured_outputs"),
+        (
+            r#""structured_outputs":{"regex":"a"},"response_format":{"type":"json_object"}"#,
+            "structured_outputs",
+        ),
+    ] {
+        assert_eq!(form(members).unwrap_err().param.as_deref(), Some(param), "{members}");
+    }
+}
+
+#[test]
+fn urgency_salt_and_key_are_read_and_bounded() {
+    let standing = |members: &str| with(members).map(|conversation| conversation.standing);
+    let full =
+        standing(r#""priority":-3,"cache_salt":"s","prompt_cache_key":"k","service_tier":"flex""#);
+    let expected =
+        Standing { priority: -3, cache_salt: "s".to_owned(), affinity: Some("k".to_owned()) };
+    assert_eq!(full, Ok(expected));
+    for (tier, priority) in [("flex", -5), ("priority", 5), ("auto", 0), ("unheard", 0)] {
+        let read = standing(&format!(r#""service_tier":"{tier}""#)).unwrap();
+        assert_eq!(read.priority, priority, "{tier}");
+    }
+    let long = format!(r#""cache_salt":"{}""#, "s".repeat(129));
+    for (members, param) in [(r#""priority":11"#, "priority"), (&*long, "cache_salt")] {
+        assert_eq!(standing(members).unwrap_err().param.as_deref(), Some(param));
+    }
+}
+
+#[test]
+fn a_continued_answer_has_no_form_of_its_own() {
+    let conversation = chat(
+        r#"{"messages":[{"role":"user","content":"Hi"},{"role":"assistant","content":"{"}],
+        "continue_final_message":true,"response_format":{"type":"json_object"}}"#,
+    );
+    let error = conversation.unwrap().output_rules().unwrap_err();
+    assert_eq!(error.param.as_deref(), Some("response_format"));
 }

@@ -7,6 +7,7 @@ pub mod plain;
 
 pub use files::{ModelFiles, ModelLoadError};
 
+use crate::constraint::{Constraint, OutputRules};
 use crate::error::RequestError;
 use crate::json::{Json, Object};
 use crate::output::OutputParser;
@@ -77,13 +78,17 @@ pub enum ThinkingMode {
     Adaptive,
 }
 
-/// A declared tool, as far as reading its calls needs it.
-#[derive(Clone, Debug, PartialEq)]
+/// A declared tool, as far as its calls need it.
+#[derive(Clone, Debug, Default, PartialEq)]
 pub struct ToolSchema {
     /// Function name.
     pub name: String,
     /// JSON schema of its parameters (an object), key order kept; `None` if undeclared.
     pub parameters: Option<Json>,
+    /// Calls must fit the schema.
+    pub strict: bool,
+    /// Where the schema stands in the request.
+    pub param: String,
 }
 
 /// What a parser must know of the request.
@@ -212,6 +217,15 @@ pub trait ModelSpec: Send + Sync {
 
     /// Template variables that select a thinking mode.
     fn template_variables(&self, mode: ThinkingMode) -> Object;
+
+    /// The language that output under these rules belongs to; `None` if all output will do.
+    ///
+    /// # Errors
+    /// `InvalidRequest` naming what no language can express.
+    fn constraint(&self, rules: &OutputRules) -> Result<Option<Constraint>, RequestError>;
+
+    /// Ids that must not be generated under these rules.
+    fn banned_token_ids(&self, rules: &OutputRules) -> Vec<u32>;
 
     /// A fresh reader of the model's output.
     fn output_parser(&self, options: &OutputOptions) -> Box<dyn OutputParser>;

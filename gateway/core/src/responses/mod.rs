@@ -6,10 +6,11 @@ mod input;
 
 pub use events::{Ending, ResponseFolder};
 
+use crate::constraint::{ResponseFormat, ToolChoice};
 use crate::conversation::fields::{Fields, excerpt};
 use crate::conversation::generation::read_responses;
-use crate::conversation::tools::choice;
-use crate::conversation::{Conversation, Limits, ResponseFormat, StreamWish, ToolChoice};
+use crate::conversation::tools::{choice, json_schema, schema};
+use crate::conversation::{Conversation, Limits, Standing, StreamWish};
 use crate::error::RequestError;
 use crate::json::{Json, Object};
 use crate::model::{ThinkingMode, ToolSchema};
@@ -54,6 +55,7 @@ pub fn check_responses(
         template_variables: Object::new(),
         media,
         generation: read_responses(&body, limits)?,
+        standing: Standing::read(&body)?,
         stream: StreamWish {
             stream: body.boolean("stream")?.unwrap_or(false),
             ..StreamWish::default()
@@ -100,26 +102,20 @@ fn tools(body: &Fields, limits: &Limits) -> Result<(Vec<Json>, Vec<ToolSchema>),
             let message = format!("{path} is {kind:?}; only function tools are supported");
             return Err(RequestError::invalid(path, message));
         }
-        let name = tool.string("name")?.unwrap_or("");
-        if name.is_empty() {
-            let path = tool.path("name");
-            return Err(RequestError::invalid(path.clone(), format!("{path} is missing or empty")));
-        }
-        let parameters = tool.object("parameters")?;
-        let parameters = parameters.map(|fields| Json::Object(fields.members().clone()));
+        let schema = schema(&tool, "parameters")?;
         let mut function = Object::new();
-        function.insert("name".to_owned(), name.into());
+        function.insert("name".to_owned(), schema.name.as_str().into());
         if let Some(description) = tool.string("description")? {
             function.insert("description".to_owned(), description.into());
         }
-        if let Some(parameters) = &parameters {
+        if let Some(parameters) = &schema.parameters {
             function.insert("parameters".to_owned(), parameters.clone());
         }
         tools.push(Json::object([
             ("type", "function".into()),
             ("function", Json::Object(function)),
         ]));
-        schemas.push(ToolSchema { name: name.to_owned(), parameters });
+        schemas.push(schema);
     }
     Ok((tools, schemas))
 }
@@ -140,17 +136,7 @@ fn response_format(body: &Fields) -> Result<ResponseFormat, RequestError> {
     match format.string("type")? {
         Some("text") => Ok(ResponseFormat::Text),
         Some("json_object") => Ok(ResponseFormat::JsonObject),
-        Some("json_schema") => {
-            let Some(schema) = format.object("schema")? else {
-                let path = format.path("schema");
-                return Err(RequestError::invalid(path.clone(), format!("{path} is missing")));
-            };
-            Ok(ResponseFormat::JsonSchema {
-                name: format.string("name")?.unwrap_or("response").to_owned(),
-                schema: Json::Object(schema.members().clone()),
-                strict: format.boolean("strict")?.unwrap_or(false),
-            })
-        }
+        Some("json_schema") => json_schema(&format),
         _ => {
             let path = format.path("type");
             let found = excerpt(format.get("type").unwrap_or(&Json::Null));

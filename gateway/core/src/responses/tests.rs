@@ -12,6 +12,11 @@ fn same(members: &str, as_chat: &str) {
     let ours = task(members).unwrap().conversation;
     let mut theirs = chat(&format!("{{{as_chat}}}")).unwrap();
     theirs.media.clone_from(&ours.media);
+    for (mine, their) in ours.tool_schemas.iter().zip(theirs.tool_schemas.iter()) {
+        assert_eq!((&mine.name, &mine.parameters), (&their.name, &their.parameters));
+    }
+    // where they stand, and what each protocol says beside them
+    theirs.tool_schemas = ours.tool_schemas.clone();
     assert_eq!(ours, theirs);
 }
 

@@ -105,7 +105,7 @@ impl<'a> Builder<'a> {
 }
 
 /// Types that a schema names itself, or that its keywords imply.
-fn own_types(schema: &Object) -> Option<Types> {
+pub(super) fn own_types(schema: &Object) -> Option<Types> {
     let named = match schema.get("type") {
         Some(Json::String(name)) => Some(Types::of_name(name)),
         Some(Json::Array(names)) => {
@@ -125,7 +125,7 @@ fn own_types(schema: &Object) -> Option<Types> {
 }
 
 /// The part of the document that a reference names; only references within it are followed.
-fn resolve<'a>(root: &'a Json, reference: &str) -> Option<&'a Json> {
+pub(super) fn resolve<'a>(root: &'a Json, reference: &str) -> Option<&'a Json> {
     let pointer = reference.strip_prefix('#')?;
     if pointer.is_empty() {
         return Some(root);

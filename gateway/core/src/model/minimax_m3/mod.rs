@@ -1,6 +1,7 @@
 //! MiniMax-M3: its marker strings, its thinking switch, and its spec from the checkpoint's files.
 
 mod config;
+mod constraint;
 mod messages;
 mod output;
 mod vision;
@@ -9,9 +10,11 @@ use super::{
     GenerationDefaults, MediaKind, MediaPlan, ModelFacts, ModelFiles, ModelLoadError, ModelSpec,
     OutputOptions, PlaceholderPiece, SizeControls, ThinkingMode,
 };
+use crate::constraint::{Constraint, OutputRules};
 use crate::error::RequestError;
 use crate::json::{Json, Object};
 use crate::output::OutputParser;
+use constraint::MarkerIds;
 use gateway_media::{ClipInfo, ImageSize, PatchLayout, PixelNorm};
 use output::M3Parser;
 use vision::VisionGeometry;
@@ -62,6 +65,7 @@ pub struct MiniMaxM3 {
     facts: ModelFacts,
     vision: VisionGeometry,
     stop_token_ids: Vec<u32>,
+    marker_ids: MarkerIds,
     defaults: GenerationDefaults,
 }
 
@@ -146,6 +150,14 @@ impl ModelSpec for MiniMaxM3 {
             ThinkingMode::Adaptive => "adaptive",
         };
         Object::from([("thinking_mode".to_owned(), mode.into())])
+    }
+
+    fn constraint(&self, rules: &OutputRules) -> Result<Option<Constraint>, RequestError> {
+        constraint::constraint(rules, self.marker_ids)
+    }
+
+    fn banned_token_ids(&self, rules: &OutputRules) -> Vec<u32> {
+        constraint::banned(rules, self.marker_ids)
     }
 
     fn output_parser(&self, options: &OutputOptions) -> Box<dyn OutputParser> {

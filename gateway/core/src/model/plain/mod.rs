@@ -5,6 +5,7 @@ use super::{
     GenerationDefaults, MediaKind, MediaPlan, ModelFacts, ModelFiles, ModelLoadError, ModelSpec,
     OutputOptions, PlaceholderPiece, SizeControls, ThinkingMode,
 };
+use crate::constraint::{Constraint, ConstraintSpec, OutputRules, ResponseFormat};
 use crate::error::{RequestError, RequestErrorKind};
 use crate::json::{Json, Object};
 use crate::output::{OutputEvent, OutputParser, Stretch, TextClass};
@@ -190,6 +191,22 @@ impl ModelSpec for Plain {
 
     fn template_variables(&self, _: ThinkingMode) -> Object {
         Object::new()
+    }
+
+    fn constraint(&self, rules: &OutputRules) -> Result<Option<Constraint>, RequestError> {
+        match (&rules.format, rules.choice.is_forced()) {
+            (ResponseFormat::Text, false) => Ok(None),
+            (ResponseFormat::Regex(pattern), false) => Ok(Some(Constraint {
+                spec: ConstraintSpec::Regex(pattern.clone()),
+                after_token_id: None,
+                param: "response_format".to_owned(),
+            })),
+            _ => Err(RequestError::invalid("tool_choice", "this model knows no calls")),
+        }
+    }
+
+    fn banned_token_ids(&self, _: &OutputRules) -> Vec<u32> {
+        Vec::new()
     }
 
     fn output_parser(&self, _: &OutputOptions) -> Box<dyn OutputParser> {

@@ -1,7 +1,7 @@
 //! Writes a call's arguments as JSON while their elements arrive: what the schema settles goes out
 //! at once, what it leaves open waits for the end of the element, or of its repetition.
 
-use super::element::{Element, ITEM, names_member_of_item, write_leaf, write_run};
+use super::element::{Element, ITEM, is_blank, names_member_of_item, write_leaf, write_run};
 use super::frame::{Frame, Kind, fold, kind_of_value, may_be_other, tree, waits_for_repetition};
 use super::lexer::Tag;
 use super::object::{ObjectState, Waiting};
@@ -161,7 +161,13 @@ impl ArgumentWriter {
                 let item = schema.item(view, list.num_items());
                 name == ITEM || names_member_of_item(schema, item, name)
             }
-            Kind::Text(_) | Kind::Leaf(_) => false,
+            // an object after all
+            Kind::Leaf(held) => {
+                is_blank(held)
+                    && schema.types(view).has(Types::OBJECT)
+                    && schema.member(view, name).1
+            }
+            Kind::Text(_) => false,
             Kind::Tree { .. } | Kind::Ignored(_) => true,
         }
     }

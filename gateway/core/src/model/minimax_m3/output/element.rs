@@ -5,7 +5,7 @@ use crate::json::{Json, Number, write_string};
 use crate::schema::{Schema, Types, View};
 
 /// The name of a list's elements.
-pub(super) const ITEM: &str = "item";
+pub(in super::super) const ITEM: &str = "item";
 /// Member that holds text beside child elements.
 pub(super) const TEXT_MEMBER: &str = "$text";
 

@@ -50,7 +50,7 @@ pub(super) enum Remainder {
 }
 
 /// A longer name is no tag.
-const MAX_NAME_BYTES: usize = 1024;
+pub(super) const MAX_NAME_BYTES: usize = 1024;
 
 const NAMESPACE_PATTERN: usize = 0;
 const OPEN_PATTERN: usize = 1;

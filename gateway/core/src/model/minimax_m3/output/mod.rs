@@ -11,8 +11,9 @@ use super::{NAMESPACE, THINK_CLOSE, THINK_OPEN};
 use crate::model::{OutputOptions, ThinkingMode, ToolSchema};
 use crate::output::{OutputEvent, OutputParser, Stretch, TextClass};
 use arguments::ArgumentWriter;
+pub(super) use element::ITEM;
 use grammar::{Action, State, Symbol, step};
-use lexer::{Lexeme, Lexer, Remainder, Tag};
+use lexer::{Lexeme, Lexer, MAX_NAME_BYTES, Remainder, Tag};
 use std::sync::Arc;
 
 /// A symbol with what it stands for.
@@ -309,5 +310,20 @@ fn tool_name(inside: &str) -> Option<&str> {
     (!name.is_empty()).then_some(name)
 }
 
+/// Whether a call of a tool of that name is read as one.
+pub(super) fn can_be_called(name: &str) -> bool {
+    let inside = format!("invoke name=\"{name}\"");
+    is_tag(&inside) && tool_name(&inside) == Some(name)
+}
+
+/// Whether a member of that name is read as one wherever its schema names it.
+pub(super) fn can_be_member(name: &str) -> bool {
+    is_tag(name) && !name.starts_with('/') && tool_name(name).is_none() && name != "tool_call"
+}
+
+fn is_tag(inside: &str) -> bool {
+    !inside.is_empty() && inside.len() + 1 < MAX_NAME_BYTES && !inside.contains(['<', '>', '\n'])
+}
+
 #[cfg(test)]
-mod tests;
+pub(super) mod tests;

@@ -4,15 +4,15 @@ use crate::openai::AssistantMessage;
 use crate::output::{EngineStop, MessageFolder, ReasoningField, ReplyFolder};
 
 mod cases;
-mod round_trip;
+pub(in super::super) mod round_trip;
 mod rules;
 
 const MARK: &str = "]<]minimax[>[";
 
 /// Everything a reply came to.
 #[derive(Clone, Debug, PartialEq)]
-struct Reply {
-    message: AssistantMessage,
+pub(in super::super) struct Reply {
+    pub(in super::super) message: AssistantMessage,
     /// Arguments of all calls, also of those that were cut off.
     arguments: Vec<String>,
     account: Vec<Stretch>,
@@ -24,6 +24,7 @@ fn options(thinking: ThinkingMode, tools: &[(&str, &str)]) -> OutputOptions {
     let tools = tools.iter().map(|(name, parameters)| ToolSchema {
         name: (*name).to_owned(),
         parameters: Some(Json::parse(parameters.as_bytes()).unwrap()),
+        ..ToolSchema::default()
     });
     OutputOptions { thinking, tools: tools.collect() }
 }
@@ -73,7 +74,7 @@ fn read<'a>(
     Reply { message: message.finish(&folder), arguments, account, num_deltas, finish_reason }
 }
 
-fn whole(options: &OutputOptions, text: &str) -> Reply {
+pub(in super::super) fn whole(options: &OutputOptions, text: &str) -> Reply {
     read(options, [text], EngineStop::Stop)
 }
 
@@ -104,14 +105,14 @@ fn same(mut one: Reply, mut other: Reply) -> bool {
     one == other
 }
 
-fn block(calls: &str) -> String {
+pub(in super::super) fn block(calls: &str) -> String {
     format!("{MARK}<tool_call>\n{calls}{MARK}</tool_call>")
 }
 
-fn call(name: &str, elements: &str) -> String {
+pub(in super::super) fn call(name: &str, elements: &str) -> String {
     format!("{MARK}<invoke name=\"{name}\">{elements}{MARK}</invoke>\n")
 }
 
-fn element(name: &str, inside: &str) -> String {
+pub(in super::super) fn element(name: &str, inside: &str) -> String {
     format!("{MARK}<{name}>{inside}{MARK}</{name}>")
 }

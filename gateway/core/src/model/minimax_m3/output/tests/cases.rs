@@ -29,6 +29,7 @@ fn case_options(case: &Json) -> OutputOptions {
         ToolSchema {
             name: text(function.get("name")),
             parameters: function.get("parameters").cloned(),
+            ..ToolSchema::default()
         }
     });
     OutputOptions { thinking, tools: tools.collect() }

@@ -6,9 +6,9 @@ use proptest::prelude::*;
 
 /// A value with a schema that settles its type.
 #[derive(Clone, Debug)]
-struct Typed {
-    schema: String,
-    value: Json,
+pub(in super::super::super) struct Typed {
+    pub(in super::super::super) schema: String,
+    pub(in super::super::super) value: Json,
 }
 
 fn texts() -> impl Strategy<Value = String> {
@@ -114,7 +114,7 @@ fn values() -> impl Strategy<Value = Typed> {
 }
 
 /// The template's way of writing a value.
-fn write(value: &Json) -> String {
+pub(in super::super::super) fn write(value: &Json) -> String {
     match value {
         Json::Null => String::new(),
         Json::Bool(value) => value.to_string(),
@@ -127,7 +127,7 @@ fn write(value: &Json) -> String {
     }
 }
 
-fn arguments() -> impl Strategy<Value = Typed> {
+pub(in super::super::super) fn arguments() -> impl Strategy<Value = Typed> {
     vec((names(), values()), 0..5).prop_map(|members| object(members, false))
 }
 
