@@ -12,12 +12,14 @@ import queue
 from collections.abc import AsyncGenerator, Generator, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from pathlib import Path
 from types import TracebackType
 
 import grpc
 
 from m3stack.errors import ErrorKind, WorkerError
 from m3stack.rpc import convert
+from m3stack.rpc.tls import channel_credentials
 from m3stack.types import Event, Load, MediaItem, Request, Sampling, WorkerState
 from m3stack.worker.v1 import worker_pb2 as pb
 from m3stack.worker.v1 import worker_pb2_grpc as pb_grpc
@@ -93,10 +95,18 @@ class AsyncWorkerClient:
 
     Args:
         target: address such as `127.0.0.1:50051`.
+        tls_dir: speak TLS; `ca.crt` there has signed the worker's certificate, `tls.crt` and
+            `tls.key`, if there, are shown to it.
     """
 
-    def __init__(self, target: str) -> None:
-        self._channel = grpc.aio.insecure_channel(target, options=_CHANNEL_OPTIONS)
+    def __init__(self, target: str, *, tls_dir: Path | None = None) -> None:
+        self._channel = (
+            grpc.aio.insecure_channel(target, options=_CHANNEL_OPTIONS)
+            if tls_dir is None
+            else grpc.aio.secure_channel(
+                target, channel_credentials(tls_dir), options=_CHANNEL_OPTIONS
+            )
+        )
         self._stub = pb_grpc.WorkerServiceStub(self._channel)
 
     async def __aenter__(self) -> AsyncWorkerClient:
@@ -205,10 +215,15 @@ class WorkerClient:
 
     Args:
         target: address such as `127.0.0.1:50051`.
+        tls_dir: as for `AsyncWorkerClient`.
     """
 
-    def __init__(self, target: str) -> None:
-        self._channel = grpc.insecure_channel(target, options=_CHANNEL_OPTIONS)
+    def __init__(self, target: str, *, tls_dir: Path | None = None) -> None:
+        self._channel = (
+            grpc.insecure_channel(target, options=_CHANNEL_OPTIONS)
+            if tls_dir is None
+            else grpc.secure_channel(target, channel_credentials(tls_dir), options=_CHANNEL_OPTIONS)
+        )
         self._stub = pb_grpc.WorkerServiceStub(self._channel)
 
     def __enter__(self) -> WorkerClient:

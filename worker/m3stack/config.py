@@ -88,6 +88,12 @@ class WorkerConfig:
     )
     log_level: str = _setting("info", "debug, info, warn or error", _one_of(LOG_LEVELS))
     listen: str = _setting("127.0.0.1:50051", "gRPC address; port 0 picks a free one", _address)
+    tls_dir: str = _setting(
+        "",
+        "serve gRPC by TLS with tls.crt and tls.key of this directory; ca.crt there: only to "
+        "clients with a certificate it has signed",
+        _any,
+    )
     metrics_listen: str = _setting(
         "off", "address that serves Prometheus metrics, or off", _address_or_off
     )
@@ -156,6 +162,11 @@ class WorkerConfig:
         "while nobody waits for a token, a prompt's steps double once that many of its tokens are "
         "computed; 0: never",
         _at_least(0),
+    )
+    step_overlap: str = _setting(
+        "auto",
+        "on: a step is queued before the last one has ended; off; auto: on a GPU, with one rank",
+        _one_of(("auto", "on", "off")),
     )
     max_sequences: int = _setting(64, "requests that run at once", _at_least(1))
     max_sequences_per_tenant: int = _setting(
@@ -353,6 +364,11 @@ def _article(kind: type) -> str:
 
 
 def _check_together(config: WorkerConfig) -> None:
+    if config.step_overlap == "on" and config.tensor_parallel > 1:
+        raise StartupError(
+            f"step_overlap is on, but tensor_parallel is {config.tensor_parallel}: the tokens of a "
+            "step under way are known to one rank only; use auto or off"
+        )
     ranks = config.tensor_parallel
     if ranks % config.expert_parallel:
         raise StartupError(

@@ -13,6 +13,7 @@ import uuid
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import grpc
@@ -35,6 +36,7 @@ from m3stack.rpc.admission import MediaAdmission
 from m3stack.rpc.server import ServiceParts, ServiceSettings, WorkerService
 from m3stack.rpc.sessions import SessionTable
 from m3stack.rpc.status import StatusBoard
+from m3stack.rpc.tls import server_credentials
 from m3stack.telemetry import WorkerMetrics, set_up_logging
 from m3stack.types import WorkerState
 from m3stack.worker.v1 import worker_pb2 as pb
@@ -282,8 +284,13 @@ class _Worker:
         await self._set_health(is_serving=False)
         names = (SERVICE_NAME, ADMIN_NAME, "grpc.health.v1.Health", reflection.SERVICE_NAME)
         reflection.enable_server_reflection(names, server)
+        tls_dir = self._config.tls_dir
+        credentials = server_credentials(Path(tls_dir)) if tls_dir else None
         try:
-            port = server.add_insecure_port(self._config.listen)
+            if credentials is None:
+                port = server.add_insecure_port(self._config.listen)
+            else:
+                port = server.add_secure_port(self._config.listen, credentials)
         except RuntimeError as error:
             raise StartupError(
                 f"cannot listen on {self._config.listen}: {error}; choose another with --listen"
