@@ -154,3 +154,8 @@ def test_command_line_reads_file_flags_and_environment(
     assert config.prefix_cache is False
     with pytest.raises(StartupError, match="--num-pages: num_pages is 'many'"):
         load_config(["--num-pages", "many"])
+
+
+def test_steps_of_several_ranks_are_not_overlapped() -> None:
+    with pytest.raises(StartupError, match="step_overlap"):
+        resolve(flags={"step_overlap": "on", "tensor_parallel": 2}, environ={})

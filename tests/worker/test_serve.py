@@ -160,8 +160,10 @@ def mixed_requests() -> list[Request]:
     ]
 
 
-@pytest.mark.parametrize("num_pages", [40, 12])
-def test_sixteen_mixed_requests_at_once_each_equal_themselves_alone(num_pages: int) -> None:
+@pytest.mark.parametrize(("num_pages", "overlap"), [(40, "off"), (40, "on"), (12, "on")])
+def test_sixteen_mixed_requests_at_once_each_equal_themselves_alone(
+    num_pages: int, overlap: str
+) -> None:
     def scenario(served: Served) -> None:
         served.wait_until(WorkerState.READY)
         requests = mixed_requests()
@@ -172,7 +174,12 @@ def test_sixteen_mixed_requests_at_once_each_equal_themselves_alone(num_pages: i
         assert together == alone
 
     # 12 pages are far too few for all of them at once
-    settings = config(num_pages=num_pages, max_batch_tokens=200, prefix_cache=num_pages == 12)
+    settings = config(
+        num_pages=num_pages,
+        max_batch_tokens=200,
+        prefix_cache=num_pages == 12,
+        step_overlap=overlap,
+    )
     assert serve_around(settings, scenario) == EXIT_DRAINED
 
 

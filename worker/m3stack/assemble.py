@@ -164,7 +164,8 @@ def _assemble_leader(config: WorkerConfig, ground: Ground, around: Surroundings)
     constraints = ConstraintBook(GrammarCompiler(vocabulary))
     sampler = Sampler(model_config.vocab_size, hardware.device, constraints)
     peers = NO_PEERS if group is None else GroupPeers(group.joined.control)
-    runner: Runner = _runner(model, pool, host_pool, encoder, sampler=sampler, peers=peers)
+    whole = _runner(model, pool, host_pool, encoder, sampler=sampler, peers=peers)
+    runner: Runner = whole
     if group is not None:
         group.set_up(Setup(pool.num_pages, host_pool.num_slots if host_pool else 0))
         runner = LeaderRunner(
@@ -176,6 +177,7 @@ def _assemble_leader(config: WorkerConfig, ground: Ground, around: Surroundings)
         runner=runner,
         media=around.media,
         metrics=around.metrics,
+        ahead=whole if _overlaps(config, hardware.device) else None,
     )
     settings = EngineSettings(
         page_tokens=model_config.block_tokens,
@@ -224,8 +226,6 @@ def _load(
     return model
 
 
-def place_of(config: WorkerConfig, rank: int) -> Rank:
-    """What a rank of the worker holds of its model."""
 def _keeps_mxfp8(config: WorkerConfig, model: M3Config, hardware: Hardware) -> bool:
     """Whether text linears stay in MXFP8 on the device.
 
@@ -243,6 +243,8 @@ def _keeps_mxfp8(config: WorkerConfig, model: M3Config, hardware: Hardware) -> b
     return is_bf16 and hardware.device.type == "cuda" and holds_mxfp8_alone(model)
 
 
+def place_of(config: WorkerConfig, rank: int) -> Rank:
+    """What a rank of the worker holds of its model."""
     return tensor_rank(
         rank,
         config.tensor_parallel,
@@ -266,6 +268,12 @@ def model_limits(model: M3Config, max_context_tokens: int, dtype: torch.dtype) -
         merge_size=model.vision.merge_size,
         feature_bytes_per_token=model.hidden_size * dtype.itemsize,
     )
+
+
+def _overlaps(config: WorkerConfig, device: torch.device) -> bool:
+    if config.step_overlap == "auto":
+        return device.type == "cuda" and config.tensor_parallel == 1
+    return config.step_overlap == "on"
 
 
 def _encoder(model: M3Model, book: FeatureBook, device: torch.device) -> Encoder:

@@ -9,7 +9,7 @@ from types import TracebackType
 from m3stack.cache.media import MediaClaim
 from m3stack.engine.engine import Engine, EngineParts, EngineSettings
 from m3stack.engine.plan import StepPlan, StepResult
-from m3stack.engine.runner import Runner
+from m3stack.engine.runner import AheadRunner, Launched
 from m3stack.engine.sequence import place_media
 from m3stack.telemetry import WorkerMetrics
 from m3stack.types import Event, Failed, Finished, MediaSettled, Request, Started, Tokens
@@ -21,8 +21,9 @@ TIMEOUT_S = 20
 class FaultyRunner:
     """A runner that can be told to fail, or to wait at the start of a step."""
 
-    def __init__(self, inner: Runner) -> None:
+    def __init__(self, inner: AheadRunner) -> None:
         self._inner = inner
+        self.calls: list[str] = []
         self.faults: list[BaseException | None] = []
         self.gate = threading.Event()
         self.gate.set()
@@ -37,18 +38,36 @@ class FaultyRunner:
         self._inner.forget(handle)
 
     def execute(self, plan: StepPlan) -> StepResult:
+        self._enter()
+        return self._inner.execute(plan)
+
+    def launch(self, plan: StepPlan, after: Launched | None = None) -> Launched:
+        self.calls.append("launch" if after is None else "launch behind")
+        self._enter()
+        return self._inner.launch(plan, after)
+
+    def sample(self, step: Launched) -> None:
+        self.calls.append("sample")
+        self._enter()
+        self._inner.sample(step)
+
+    def collect(self, step: Launched) -> StepResult:
+        self.calls.append("collect")
+        self._enter()
+        return self._inner.collect(step)
+
+    def _enter(self) -> None:
         self.entered.set()
         assert self.gate.wait(TIMEOUT_S)
         fault = self.faults.pop(0) if self.faults else None
         if fault is not None:
             raise fault
-        return self._inner.execute(plan)
 
 
 class EngineHarness:
     """Starts an engine; collects events by handle; checks at the end that nothing leaked."""
 
-    def __init__(self, stack: Stack | None = None) -> None:
+    def __init__(self, stack: Stack | None = None, *, is_ahead: bool = False) -> None:
         self.stack = stack or Stack()
         self.runner = FaultyRunner(self.stack.runner)
         self.metrics = WorkerMetrics()
@@ -62,6 +81,7 @@ class EngineHarness:
                 self.runner,
                 self.stack.media,
                 self.metrics,
+                self.runner if is_ahead else None,
             ),
             EngineSettings(
                 page_tokens=PAGE,
@@ -87,6 +107,7 @@ class EngineHarness:
         self.runner.gate.set()
         self.engine.stop()
         assert self.engine.join(TIMEOUT_S), "the engine thread hangs"
+        self.stack.constraints.close()
         if error is None:
             assert self.stack.media.num_pinned == 0
             assert len(self.exits) == 1

@@ -63,10 +63,13 @@ def random_faults(rng: random.Random, count: int) -> list[BaseException | None]:
     return faults
 
 
+@pytest.mark.parametrize("is_ahead", [False, True])
 @pytest.mark.parametrize(
     "count", [300, pytest.param(10_000, marks=(pytest.mark.soak, pytest.mark.timeout(1800)))]
 )
-def test_random_requests_with_cancels_and_faults_end_once_and_leave_nothing(count: int) -> None:
+def test_random_requests_with_cancels_and_faults_end_once_and_leave_nothing(
+    count: int, is_ahead: bool
+) -> None:
     rng = random.Random(count)
     stack = Stack(
         num_pages=NUM_PAGES,
@@ -86,7 +89,7 @@ def test_random_requests_with_cancels_and_faults_end_once_and_leave_nothing(coun
     assert stack.copier is not None
     copy_faults = random.Random(count + 1)
     stack.copier.should_fail = lambda copy: copy_faults.random() < 0.05
-    with EngineHarness(stack) as harness:
+    with EngineHarness(stack, is_ahead=is_ahead) as harness:
         harness.runner.faults = random_faults(rng, 20 * count)
         requests: dict[int, Request] = {}
         cancelled: set[int] = set()
@@ -109,6 +112,7 @@ def test_random_requests_with_cancels_and_faults_end_once_and_leave_nothing(coun
             harness.ending(handle)
         harness.wait_idle()
         check_endings(harness, requests, cancelled)
+        assert ("launch behind" in harness.runner.calls) == is_ahead
         assert harness.engine.load.used_pages == 0
         assert stack.pages.num_available == NUM_PAGES
         assert stack.media.num_pinned == 0

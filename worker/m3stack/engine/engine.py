@@ -1,4 +1,4 @@
-"""The main loop: drain the inbox, plan, execute, commit, deliver.
+"""The main loop: drain the inbox, turn a step, deliver what it gave.
 
 One thread owns everything that changes: scheduler, pages, runner. Everyone else posts to the
 inbox. Whatever happens, every submitted request gets exactly one Finished or Failed, unless it
@@ -19,14 +19,23 @@ from dataclasses import dataclass
 from m3stack.cache.media import MediaLedger
 from m3stack.cache.prefix import PrefixCache
 from m3stack.engine.account import Account
-from m3stack.engine.observer import Observer, StepTimes
-from m3stack.engine.plan import FatalStepError, StepPlan
-from m3stack.engine.runner import Runner
+from m3stack.engine.messages import (
+    Abort,
+    Cancel,
+    Explain,
+    ForgetPrefixes,
+    Message,
+    Stop,
+    Submit,
+)
+from m3stack.engine.observer import Observer
+from m3stack.engine.runner import AheadRunner, Runner
 from m3stack.engine.scheduler import Scheduler
 from m3stack.engine.sequence import NO_SEGMENTS, Sequence, place_media
+from m3stack.engine.steps import Steps, StepSettings
 from m3stack.errors import ErrorKind, WorkerError
 from m3stack.telemetry import WorkerMetrics
-from m3stack.types import Event, Failed, Finished, Load, MediaSettled, Request
+from m3stack.types import Event, Failed, Finished, Load, Request
 
 _log = logging.getLogger(__name__)
 
@@ -56,50 +65,18 @@ class EngineSettings:
 
 @dataclass(frozen=True, slots=True)
 class EngineParts:
-    """What the engine thread takes over; nobody else may touch scheduler, pages and runner."""
+    """What the engine thread takes over; nobody else may touch scheduler, pages and runner.
+
+    Attributes:
+        ahead: the runner again, if its steps are to be queued one behind another.
+    """
 
     scheduler: Scheduler
     pages: PrefixCache
     runner: Runner
     media: MediaLedger
     metrics: WorkerMetrics
-
-
-@dataclass(frozen=True, slots=True)
-class _Submit:
-    handle: int
-    request: Request
-    submitted_at: float
-    upload_s: float
-
-
-@dataclass(frozen=True, slots=True)
-class _Cancel:
-    handle: int
-
-
-@dataclass(frozen=True, slots=True)
-class _ForgetPrefixes:
-    done: Callable[[int], None]
-
-
-@dataclass(frozen=True, slots=True)
-class _Explain:
-    request_id: str
-    done: Callable[[Account | None], None]
-
-
-@dataclass(frozen=True, slots=True)
-class _Abort:
-    failure: BaseException
-
-
-@dataclass(frozen=True, slots=True)
-class _Stop:
-    pass
-
-
-_Message = _Submit | _Cancel | _ForgetPrefixes | _Explain | _Abort | _Stop
+    ahead: AheadRunner | None = None
 
 
 class Engine:
@@ -131,14 +108,20 @@ class Engine:
         self._deliver = deliver
         self._on_exit = on_exit
         self._clock = clock
-        self._inbox: queue.SimpleQueue[_Message] = queue.SimpleQueue()
+        self._inbox: queue.SimpleQueue[Message] = queue.SimpleQueue()
         self._inbox_lock = threading.Lock()
         self._is_closed = False
         self._live: dict[int, Sequence] = {}
         self._observer = Observer(parts.metrics, page_bytes=settings.page_bytes, clock=clock)
-        self._num_steps = 0
-        self._failed_in_a_row = 0
-        self._step_started_at: float | None = None
+        self._steps = Steps(
+            parts.scheduler,
+            parts.runner,
+            parts.ahead,
+            observer=self._observer,
+            metrics=parts.metrics,
+            settings=StepSettings(settings.max_failed_steps, clock),
+            sink=self,
+        )
         self._load = self._measure_load()
         self._thread = threading.Thread(target=self._run, name="m3stack-engine", daemon=True)
 
@@ -150,7 +133,7 @@ class Engine:
     @property
     def step_age_s(self) -> float:
         """How long the step in progress has been running, 0 if none is; any thread."""
-        started_at = self._step_started_at
+        started_at = self._steps.started_at
         return 0.0 if started_at is None else self._clock() - started_at
 
     def start(self) -> None:
@@ -158,11 +141,11 @@ class Engine:
 
     def stop(self) -> None:
         """Asks the engine to end after the step in progress; live requests fail."""
-        self._inbox.put(_Stop())
+        self._inbox.put(Stop())
 
     def abort(self, failure: BaseException) -> None:
         """Makes the engine fail after the step in progress, as if a step had raised this."""
-        self._inbox.put(_Abort(failure))
+        self._inbox.put(Abort(failure))
 
     def join(self, timeout_s: float | None = None) -> bool:
         """Waits for the thread; False if it is still running."""
@@ -180,21 +163,21 @@ class Engine:
         Raises:
             WorkerError: the engine has ended; the pins stay with the caller.
         """
-        self._post(_Submit(handle, request, self._clock(), upload_s))
+        self._post(Submit(handle, request, self._clock(), upload_s))
 
     def cancel(self, handle: int) -> None:
         """Ends a request at the next step without a further event; too late is no error."""
-        self._inbox.put(_Cancel(handle))
+        self._inbox.put(Cancel(handle))
 
     def forget_prefixes(self, done: Callable[[int], None]) -> None:
         """Empties the prefix cache; `done` is called on the engine thread with the pages freed."""
-        self._post(_ForgetPrefixes(done))
+        self._post(ForgetPrefixes(done))
 
     def explain(self, request_id: str, done: Callable[[Account | None], None]) -> None:
         """Calls `done` on the engine thread with a copy of a request's account, if there is one."""
-        self._post(_Explain(request_id, done))
+        self._post(Explain(request_id, done))
 
-    def _post(self, message: _Message) -> None:
+    def _post(self, message: Message) -> None:
         with self._inbox_lock:
             if self._is_closed:
                 raise WorkerError(ErrorKind.WORKER_UNAVAILABLE, "the engine has stopped")
@@ -204,7 +187,7 @@ class Engine:
         failure: BaseException | None = None
         try:
             while self._take_messages():
-                self._turn()
+                self._steps.turn()
         except BaseException as error:  # noqa: BLE001 - no request may hang on a dead thread
             failure = error
             _log.critical("engine_failed error=%s", type(error).__name__, exc_info=error)
@@ -217,29 +200,29 @@ class Engine:
         """Handles what is in the inbox, waiting for something to do; False after a stop."""
         while True:
             try:
-                message = self._inbox.get(block=not self._scheduler.has_work)
+                message = self._inbox.get(block=not self._steps.has_work)
             except queue.Empty:
                 return True
-            if isinstance(message, _Stop):
+            if isinstance(message, Stop):
                 return False
-            if isinstance(message, _Abort):
+            if isinstance(message, Abort):
                 raise message.failure
             self._handle(message)
 
-    def _handle(self, message: _Message) -> None:
-        if isinstance(message, _Submit):
+    def _handle(self, message: Message) -> None:
+        if isinstance(message, Submit):
             self._accept(message)
-        elif isinstance(message, _Cancel):
+        elif isinstance(message, Cancel):
             if self._scheduler.cancel(message.handle):
                 self._forget(message.handle)
                 self._observer.ended(message.handle, "cancelled", self._clock())
-        elif isinstance(message, _ForgetPrefixes):
+        elif isinstance(message, ForgetPrefixes):
             message.done(self._pages.reset())
-        elif isinstance(message, _Explain):
+        elif isinstance(message, Explain):
             message.done(self._observer.explain(message.request_id))
-        self._publish_load()
+        self.changed()
 
-    def _accept(self, message: _Submit) -> None:
+    def _accept(self, message: Submit) -> None:
         request = message.request
         sampling = request.sampling
         eos = frozenset[int]() if sampling.ignore_eos else {self._settings.eos_token_id}
@@ -263,7 +246,7 @@ class Engine:
         except Exception as error:  # noqa: BLE001 - the request alone fails
             _log.exception("request_setup_failed handle=%d", message.handle)
             text = f"the request could not be set up: {type(error).__name__}"
-            self._send([(message.handle, Failed(ErrorKind.INTERNAL, text))])
+            self.told([(message.handle, Failed(ErrorKind.INTERNAL, text))])
             return
         self._scheduler.add(sequence)
 
@@ -274,50 +257,13 @@ class Engine:
             f"{sequence.pages_at_most} cache pages of {size}; this worker has "
             f"{self._pages.num_pages}"
         )
-        self._send([(handle, Failed(ErrorKind.CONTEXT_TOO_LONG, text, "sampling.max_tokens"))])
+        self.told([(handle, Failed(ErrorKind.CONTEXT_TOO_LONG, text, "sampling.max_tokens"))])
 
-    def _turn(self) -> None:
-        planned_at = self._clock()
-        plan = self._scheduler.plan()
-        self._publish_load()
-        started = self._observer.planned(plan)
-        if started:
-            self._deliver(started)
-        executed_at = self._step_started_at = self._clock()
-        try:
-            result = self._runner.execute(plan)
-        except FatalStepError:
-            raise
-        except Exception as error:  # noqa: BLE001 - the step's requests alone fail
-            committed_at = self._clock()
-            events = self._step_failed(plan, error)
-        else:
-            committed_at = self._clock()
-            self._failed_in_a_row = 0
-            settled = [(handle, MediaSettled()) for handle in result.settled]
-            events = [*settled, *self._scheduler.commit(plan, result)]
-        self._step_started_at = None
-        self._num_steps += 1
-        self._publish_load()
-        times = StepTimes(planned_at, executed_at, committed_at, self._clock())
-        self._observer.step_done(plan, times)
-        self._send(events)
+    def started(self, events: ReadOnlySequence[tuple[int, Event]]) -> None:
+        """Delivers that requests have left the queue."""
+        self._deliver(events)
 
-    def _step_failed(self, plan: StepPlan, error: Exception) -> list[tuple[int, Event]]:
-        self._failed_in_a_row += 1
-        self._metrics.step_failed()
-        _log.error(
-            "step_failed rows=%d tokens=%d in_a_row=%d",
-            len(plan.rows),
-            plan.num_tokens,
-            self._failed_in_a_row,
-            exc_info=error,
-        )
-        if self._failed_in_a_row >= self._settings.max_failed_steps:
-            raise error
-        return self._scheduler.abandon(plan, f"a model step failed: {type(error).__name__}")
-
-    def _send(self, events: ReadOnlySequence[tuple[int, Event]]) -> None:
+    def told(self, events: ReadOnlySequence[tuple[int, Event]]) -> None:
         """Delivers events, and lets go of the requests that end with them."""
         if not events:
             return
@@ -337,7 +283,6 @@ class Engine:
         """Ends every request, those still in the inbox included."""
         with self._inbox_lock:
             self._is_closed = True
-        self._step_started_at = None
         kind = ErrorKind.WORKER_UNAVAILABLE if failure is None else ErrorKind.INTERNAL
         text = "the worker was stopped" if failure is None else "the engine failed and has stopped"
         events: list[tuple[int, Event]] = [(h, Failed(kind, text)) for h in self._live]
@@ -345,12 +290,12 @@ class Engine:
             self._media.release([item.key for item in sequence.media])
         self._live.clear()
         for message in _rest(self._inbox):
-            if isinstance(message, _Submit):
+            if isinstance(message, Submit):
                 self._media.release([m.key for m in place_media(message.request)])
                 events.append((message.handle, Failed(kind, text)))
-            elif isinstance(message, _ForgetPrefixes):
+            elif isinstance(message, ForgetPrefixes):
                 message.done(0)
-            elif isinstance(message, _Explain):
+            elif isinstance(message, Explain):
                 message.done(None)
         self._load = dataclasses.replace(
             self._load,
@@ -365,7 +310,7 @@ class Engine:
         if events:
             self._deliver(events)
 
-    def _publish_load(self) -> None:
+    def changed(self) -> None:
         """Shows the load to everyone who watches; due after whatever changes it."""
         self._load = self._measure_load()
         self._metrics.set_load(
@@ -380,7 +325,8 @@ class Engine:
             waiting_prompt_tokens=self._scheduler.num_pending_prompt_tokens,
             used_pages=self._pages.num_used,
             total_pages=self._pages.num_pages,
-            steps=self._num_steps,
+            steps=self._steps.num_done,
+            prompt_tokens_per_s=self._observer.prompt_tokens_per_s,
         )
 
 
@@ -390,6 +336,6 @@ def _without_patches(request: Request) -> Request:
     return dataclasses.replace(request, media=media)
 
 
-def _rest(inbox: queue.SimpleQueue[_Message]) -> Iterable[_Message]:
+def _rest(inbox: queue.SimpleQueue[Message]) -> Iterable[Message]:
     while not inbox.empty():
         yield inbox.get_nowait()

@@ -89,6 +89,10 @@ class Scheduler:
         """All sequences that have not ended."""
         return tuple(self._by_handle)
 
+    def knows(self, handle: int) -> bool:
+        """Whether a sequence was added and has not ended."""
+        return handle in self._by_handle
+
     def fits(self, sequence: Sequence) -> bool:
         """Whether the pool could ever hold the sequence, alone."""
         return sequence.pages_at_most <= self._pages.num_pages
