@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from m3stack.bench.multi_gpu import report
-from m3stack.bench.multi_gpu.__main__ import is_equal, main
+from m3stack.bench.multi_gpu.__main__ import are_equal, main
 from m3stack.bench.multi_gpu.arms import Arm, arms_of
 from m3stack.bench.multi_gpu.floors import (
     attention_decode_bytes,
@@ -51,15 +51,18 @@ def test_what_the_deadline_leaves_out_is_named(tmp_path: Path) -> None:
 def test_every_way_to_divide_gives_the_same_tokens(tmp_path: Path) -> None:
     assert main(["--small", "--world", "2", "--out", str(tmp_path)]) == 0
     equal = [row for row in rows_of(tmp_path) if row["kind"] == "equality"]
-    assert [row["arm"] for row in equal] == ["tp2", "tp2 parts", "tp2 ep2", "tp2 ep2 parts"]
+    divided = ["tp2", "tp2 parts", "tp2 ep2", "tp2 ep2 parts"]
+    assert [row["arm"] for row in equal] == ["tp1 cut prompt", *divided]
     assert all(row["equal_tokens"] == row["tokens"] for row in equal)
 
 
-def test_a_token_that_rounding_cannot_move_must_be_equal() -> None:
-    row = {"kind": "equality", "relative_error": 0.01, "equal_tokens": 6, "decided_tokens": 6}
-    assert is_equal(row)
-    assert not is_equal(row | {"equal_tokens": 5})
-    assert not is_equal(row | {"relative_error": 0.2})
+def test_divided_models_are_held_to_what_rounding_moves() -> None:
+    yardstick = {"kind": "equality", "relative_error": 0.01, "equal_tokens": 8, "decided_tokens": 6}
+    assert are_equal([])
+    assert are_equal([yardstick, yardstick | {"relative_error": 0.02, "equal_tokens": 6}])
+    assert not are_equal([yardstick, yardstick | {"equal_tokens": 5}])
+    assert not are_equal([yardstick, yardstick | {"relative_error": 0.021}])
+    assert not are_equal([yardstick, yardstick | {"relative_error": float("nan")}])
 
 
 def test_floors_are_those_of_the_published_arithmetic() -> None:

@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from m3stack.kernels.msa.candidates import NO_CANDIDATE
 from m3stack.models.minimax_m3.ranks import Rank, tensor_rank
 
 
@@ -61,7 +62,8 @@ class BenchMesh:
     """One rank of `size`, of which only as many exist as the group has.
 
     With fewer of them each collective runs over those there are, with the buffers of the whole:
-    values mean nothing then, time and shapes do. A silent mesh leaves the collectives out.
+    values mean nothing then, time and shapes do. A silent mesh leaves the collectives out. Where
+    an exchange of candidates is not a true one, one more small kernel keeps a rank's own of them.
 
     Args:
         group: of the ranks that exist; None where this one is alone.
@@ -109,11 +111,16 @@ class BenchMesh:
         return parts.repeat(copies, *[1] * x.dim()).movedim(0, -2).flatten(-2)
 
     def all_to_all(self, x: Tensor) -> Tensor:
-        if not self._talks:
-            return x
-        out = torch.empty_like(x, memory_format=torch.contiguous_format)
-        dist.all_to_all_single(out, x.contiguous(), group=self._group)
-        return out
+        out = x
+        if self._talks:
+            out = torch.empty_like(x, memory_format=torch.contiguous_format)
+            dist.all_to_all_single(out, x.contiguous(), group=self._group)
+            if self.num_real == self.size:
+                return out
+        if self.size > 1:
+            # what came is not what the ranks of a whole would send: one block could stand twice
+            x[len(x) // self.size :] = NO_CANDIDATE
+        return x
 
     def barrier(self) -> None:
         """Returns when all ranks that exist are here."""

@@ -91,10 +91,21 @@ class ArmBench:
         shape = page_shape(config, self._place, machine.place.dtype)
         self._pool: KvPool = random_pool(shape, sizes.num_pages, machine.place.device)
 
-    def answer(self, forced: Sequence[int] | None) -> Answer:
-        """Greedy tokens and their logits after a prompt; `forced` are fed instead of the own."""
+    def answer(self, forced: Sequence[int] | None, *, first_rows: int = 0) -> Answer:
+        """Greedy tokens and their logits after a prompt; `forced` are fed instead of the own.
+
+        Args:
+            first_rows: of the prompt, in a step of their own.
+        """
         sizes = self._sizes
-        batch = self._step(sizes.prompt_tokens, [sizes.prompt_tokens])
+        prompt = self._step(sizes.prompt_tokens, [sizes.prompt_tokens])
+        batch = prompt
+        if first_rows:
+            first = self._step(first_rows, [first_rows])
+            first = replace(first, token_ids_T=prompt.token_ids_T[:first_rows])
+            self._model.forward(first, self._pool.layers)
+            batch = self._step(sizes.prompt_tokens - first_rows, [sizes.prompt_tokens])
+            batch = replace(batch, token_ids_T=prompt.token_ids_T[first_rows:])
         tokens: list[int] = []
         logits: list[Tensor] = []
         for index in range(sizes.output_tokens):
@@ -106,14 +117,18 @@ class ArmBench:
             batch = replace(batch, token_ids_T=torch.full_like(batch.token_ids_T, fed))
         return Answer(tuple(tokens), torch.stack(logits))
 
-    def compared(self, whole: Answer) -> Row:
-        """How this arm's answer differs from that of the undivided model."""
-        own = self.answer(whole.tokens)
+    def compared(self, whole: Answer, *, first_rows: int = 0) -> Row:
+        """How an answer differs from that of the undivided model.
+
+        With `first_rows` the prompt is cut there: what that moves in the undivided model is what
+        rounding in another order moves, and the yardstick for divided ones.
+        """
+        own = self.answer(whole.tokens, first_rows=first_rows)
         margins = whole.logits_SV.topk(2, dim=-1).values.diff(dim=-1).abs()[:, 0]
         differences = (own.logits_SV - whole.logits_SV).abs().amax(-1)
         return {
             "kind": "equality",
-            "arm": self._arm.name,
+            "arm": self._arm.name + (" cut prompt" if first_rows else ""),
             "tokens": len(own.tokens),
             "equal_tokens": sum(a == b for a, b in zip(own.tokens, whole.tokens, strict=True)),
             "relative_error": relative_error(own.logits_SV, whole.logits_SV),
@@ -121,7 +136,14 @@ class ArmBench:
             "decided_tokens": int((margins > 2 * differences).sum()),
         }
 
-    def decode_rows(self) -> Iterator[Row]:
+    def timed_rows(self) -> Iterator[Row]:
+        """Everything that is timed."""
+        if self._arm.ranks > 1:
+            yield from self._collective_rows()
+        yield from self._decode_rows()
+        yield from self._prefill_rows()
+
+    def _decode_rows(self) -> Iterator[Row]:
         """Whole steps of every batch and context, and the attention in them."""
         for context in self._sizes.contexts:
             for batch_size in self._sizes.batches:
@@ -140,7 +162,7 @@ class ArmBench:
                     "attention_floor_us": self._machine.ceiling.least_us(least, 0.0),
                 }
 
-    def prefill_rows(self) -> Iterator[Row]:
+    def _prefill_rows(self) -> Iterator[Row]:
         """A chunk after every context."""
         chunk = self._sizes.chunk
         for context in self._sizes.contexts:
@@ -149,7 +171,7 @@ class ArmBench:
             timed = self._timed(batch, work, is_captured=False)
             yield {**self._named("prefill", chunk, context), **timed}
 
-    def collective_rows(self) -> Iterator[Row]:
+    def _collective_rows(self) -> Iterator[Row]:
         """The two collectives of a layer alone, in the sizes that steps have."""
         config, device = self._config, self._machine.place.device
         rows = [*self._sizes.batches, self._sizes.chunk]

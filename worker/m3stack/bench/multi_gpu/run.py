@@ -74,7 +74,9 @@ def run_rank(rank: int, options: Options, command: str) -> None:
         keep(row)
     whole: Answer | None = None
     for arm in arms_of(options.world):
-        if options.arms and arm.name not in options.arms:
+        is_timed = not options.arms or arm.name in options.arms
+        # the undivided model answers, whatever is timed
+        if not is_timed and arm != Arm(1):
             continue
         if not _is_time_left(machine, options):
             keep({"kind": "not run", "arm": arm.name, "why": "the deadline"})
@@ -82,12 +84,11 @@ def run_rank(rank: int, options: Options, command: str) -> None:
         bench = ArmBench(arm, config, sizes, machine)
         if arm == Arm(1):
             whole = bench.answer(None)
+            keep(bench.compared(whole, first_rows=sizes.prompt_tokens // 2 + 1))
         elif bench.is_real and whole is not None:
             keep(bench.compared(whole))
-        for measured in (bench.collective_rows, bench.decode_rows, bench.prefill_rows):
-            if arm.ranks > 1 or measured != bench.collective_rows:
-                for row in measured():
-                    keep(row)
+        for row in bench.timed_rows() if is_timed else ():
+            keep(row)
         del bench
         if machine.place.device.type == "cuda":
             torch.cuda.empty_cache()
