@@ -45,17 +45,17 @@ class Arm:
 
 def arms_of(world: int) -> tuple[Arm, ...]:
     """All arms for a machine of so many GPUs, the more telling ones first."""
-    real = [Arm(1)]
-    if world > 1:
-        real += [Arm(world), Arm(world, index_in_parts=True), Arm(world, expert_parallel=world)]
     shapes = [
         Arm(ranks, index_in_parts=parts)
         for ranks in (2, 4, 8)
         if ranks > world
         for parts in (False, True)
     ]
-    both = [Arm(world, expert_parallel=world, index_in_parts=True)] if world > 1 else []
-    return (*real, *shapes, *both)
+    if world == 1:
+        return (Arm(1), *shapes)
+    dealt = [Arm(world, expert_parallel=world, index_in_parts=parts) for parts in (False, True)]
+    real = (Arm(1), Arm(world), Arm(world, index_in_parts=True))
+    return (*real, *shapes[:2], dealt[0], *shapes[2:], dealt[1])
 
 
 class BenchMesh:
