@@ -18,6 +18,7 @@ pub mod markers;
 pub mod model;
 pub mod openai;
 pub mod output;
+pub mod pace;
 pub mod prompt;
 pub mod responses;
 pub mod routing;

@@ -3,13 +3,16 @@
 use std::sync::Arc;
 use std::time::Instant;
 
+use gateway_core::constraint::{Constraint, OutputRules};
 use gateway_core::conversation::{
-    CompletionPrompt, CompletionTask, Conversation, Generation, MediaRef, ResponseFormat,
-    ToolChoice,
+    CompletionPrompt, CompletionTask, Conversation, Generation, MediaRef, Standing,
 };
+use gateway_core::model::ThinkingMode;
 use gateway_core::prompt::Prompt;
+use gateway_core::routing::Demand as Route;
 use gateway_core::{RequestError, RequestErrorKind};
 
+use crate::admission::Caller;
 use crate::app::App;
 use crate::error::{ErrorKind, GatewayError};
 use crate::media::PlannedMedia;
@@ -30,13 +33,15 @@ pub async fn chat(
 ) -> Result<Reply, GatewayError> {
     // refused before anything costs something
     check_model(app, conversation.model.as_deref())?;
-    check_supported(&conversation)?;
-    let permit = app.admission.enter()?;
+    let priority = conversation.standing.priority;
+    let permit = app.admission.enter_as(Caller { tenant: &visit.tenant, priority })?;
     app.workers.check_someone_ready()?;
 
     // from here on the worker is asked, media are decoded on demand, and tokens become text:
     // see `Reply`, which does all of it when it is asked for its next step
-    let job = prepare(app, conversation, visit.body_bytes() > LONG_TEXT_BYTES).await?;
+    let mut job = prepare(app, conversation, visit.body_bytes() > LONG_TEXT_BYTES).await?;
+    job.header.tenant.clone_from(&visit.tenant);
+    let job = routed(app, job, &visit).await?;
     Ok(Reply::new(app, vec![job], visit, permit))
 }
 
@@ -52,9 +57,10 @@ pub async fn prepare(
     // the conversation as the model reads it; media are still only markers
     let media = take_media(&mut conversation);
     let begin = Instant::now();
-    let (conversation, rendered) = run_text(app, is_long, move |app| {
+    let (conversation, rendered, demand) = run_text(app, is_long, move |app| {
+        let demand = Demand::of(app, &conversation.output_rules()?)?;
         let rendered = app.model.prompt_builder.render(&conversation);
-        rendered.map(|rendered| (conversation, rendered))
+        rendered.map(|rendered| (conversation, rendered, demand))
     })
     .await?;
 
@@ -71,13 +77,51 @@ pub async fn prepare(
     app.metrics.prompt_built(rendering + begin.elapsed());
     let max_tokens = room(app, prompt.token_ids.len(), &conversation.generation, "messages")?;
 
-    let options = conversation.output_options();
-    Ok(Job {
-        header: header(app, prompt, &planned, conversation.generation, max_tokens),
-        media: planned,
-        grammar: Grammar::Chat(options),
-        echo: None,
+    let grammar = Grammar::Chat {
+        options: conversation.output_options(),
+        is_single_call: !conversation.parallel_tool_calls,
+    };
+    let wishes = Wishes {
+        generation: conversation.generation,
+        max_tokens,
+        standing: conversation.standing,
+        demand,
+    };
+    let header = header(app, prompt, &planned, wishes);
+    Ok(Job { header, route: Route::default(), media: planned, grammar, echo: None })
+}
+
+/// The job with all that is needed to choose a worker for it.
+async fn routed(app: &Arc<App>, mut job: Job, visit: &Visit) -> Result<Job, GatewayError> {
+    let affinity = visit.affinity.clone().or_else(|| job.header.standing.affinity.clone());
+    run_text(app, visit.body_bytes() > LONG_TEXT_BYTES, move |app| {
+        job.route = app.workers.demand(&job.header, affinity.as_deref());
+        Ok(job)
     })
+    .await
+}
+
+/// What the output must look like.
+#[derive(Clone, Default)]
+struct Demand {
+    constraint: Option<Constraint>,
+    banned_token_ids: Vec<u32>,
+}
+
+impl Demand {
+    fn of(app: &App, rules: &OutputRules) -> Result<Self, RequestError> {
+        let spec = &app.model.spec;
+        let constraint = spec.constraint(rules)?;
+        Ok(Self { constraint, banned_token_ids: spec.banned_token_ids(rules) })
+    }
+}
+
+/// What a request says of its reply.
+struct Wishes {
+    generation: Generation,
+    max_tokens: u32,
+    standing: Standing,
+    demand: Demand,
 }
 
 /// Serves a text completion, up to the reply that is about to come.
@@ -90,18 +134,25 @@ pub async fn completion(
     visit: Visit,
 ) -> Result<Reply, GatewayError> {
     check_model(app, task.model.as_deref())?;
-    let permit = app.admission.enter()?;
+    let priority = task.standing.priority;
+    let permit = app.admission.enter_as(Caller { tenant: &visit.tenant, priority })?;
     app.workers.check_someone_ready()?;
 
     let begin = Instant::now();
     let is_long = visit.body_bytes() > LONG_TEXT_BYTES;
-    let (task, encoded) = run_text(app, is_long, move |app| {
+    let (task, encoded, demand) = run_text(app, is_long, move |app| {
+        let rules = OutputRules {
+            thinking: ThinkingMode::Disabled,
+            format: task.response_format.clone(),
+            ..OutputRules::default()
+        };
+        let demand = Demand::of(app, &rules)?;
         let encoded: Result<Vec<_>, _> = task
             .prompts
             .iter()
             .map(|prompt| encode(app, prompt, task.add_special_tokens))
             .collect();
-        encoded.map(|encoded| (task, encoded))
+        encoded.map(|encoded| (task, encoded, demand))
     })
     .await?;
     app.metrics.prompt_built(begin.elapsed());
@@ -114,12 +165,17 @@ pub async fn completion(
             CompletionPrompt::Ids(ids) => app.model.prompt_builder.decode(&ids),
         });
         let prompt = Prompt { token_ids, spans: Vec::new() };
-        jobs.push(Job {
-            header: header(app, prompt, &[], task.generation.clone(), max_tokens),
-            media: Vec::new(),
-            grammar: Grammar::PlainText,
-            echo,
-        });
+        let wishes = Wishes {
+            generation: task.generation.clone(),
+            max_tokens,
+            standing: task.standing.clone(),
+            demand: demand.clone(),
+        };
+        let mut header = header(app, prompt, &[], wishes);
+        header.tenant.clone_from(&visit.tenant);
+        let (route, grammar) = (Route::default(), Grammar::PlainText);
+        let job = Job { header, route, media: Vec::new(), grammar, echo };
+        jobs.push(routed(app, job, &visit).await?);
     }
     Ok(Reply::new(app, jobs, visit, permit))
 }
@@ -185,23 +241,6 @@ fn take_media(conversation: &mut Conversation) -> Vec<MediaRef> {
     conversation.media.iter_mut().map(take).collect()
 }
 
-/// A wish that cannot be granted yet is refused, not ignored.
-fn check_supported(conversation: &Conversation) -> Result<(), GatewayError> {
-    let refuse = |param: &str, wish: &str| {
-        let message = format!("{wish} is not supported yet: output cannot be constrained");
-        let mut error = GatewayError::new(ErrorKind::InvalidRequest, message).at(param);
-        error.code = "unsupported_parameter";
-        Err(error)
-    };
-    match (&conversation.response_format, &conversation.tool_choice) {
-        (ResponseFormat::JsonObject, _) => refuse("response_format", "json_object"),
-        (ResponseFormat::JsonSchema { .. }, _) => refuse("response_format", "json_schema"),
-        (_, ToolChoice::Required) => refuse("tool_choice", "tool_choice \"required\""),
-        (_, ToolChoice::Named(_)) => refuse("tool_choice", "a tool_choice that names a function"),
-        _ => Ok(()),
-    }
-}
-
 fn encode(
     app: &App,
     prompt: &CompletionPrompt,
@@ -253,13 +292,9 @@ fn room(
     Ok(generation.max_tokens.map_or(fits, |asked| asked.min(fits)))
 }
 
-fn header(
-    app: &App,
-    prompt: Prompt,
-    media: &[PlannedMedia],
-    generation: Generation,
-    max_tokens: u32,
-) -> RequestHeader {
+fn header(app: &App, prompt: Prompt, media: &[PlannedMedia], wishes: Wishes) -> RequestHeader {
+    let Wishes { mut generation, max_tokens, standing, demand } = wishes;
+    generation.banned_token_ids.extend(demand.banned_token_ids);
     let spec = &app.model.spec;
     let mut stop_token_ids = spec.stop_token_ids().to_vec();
     stop_token_ids.extend(&generation.stop_token_ids);
@@ -274,6 +309,10 @@ fn header(
         items: items.collect(),
         prompt_token_ids: prompt.token_ids,
         stop_token_ids,
+        // whoever has a visitor to ask fills it in
+        tenant: String::new(),
+        standing,
+        constraint: demand.constraint,
         generation,
         max_tokens,
         layout: spec.patch_layout(),

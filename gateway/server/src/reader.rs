@@ -27,6 +27,8 @@ pub struct ReaderParts {
     pub folder: ReplyFolder,
     /// Whether log-probabilities are wanted.
     pub has_logprobs: bool,
+    /// The first complete call ends the sample.
+    pub is_single_call: bool,
 }
 
 /// Reads one sample.
@@ -52,7 +54,7 @@ pub struct Step {
     pub deltas: Vec<Delta>,
     /// Of the answer tokens shown in these deltas.
     pub logprobs: Vec<TokenLogprob>,
-    /// Whether a stop string has ended the sample.
+    /// Whether a stop string, or the only call that is wanted, has ended the sample.
     pub is_stopped: bool,
 }
 
@@ -83,6 +85,12 @@ impl Reader {
                 self.unsettled.push_back(entry.unwrap_or_else(|| self.unknown_logprob(*id)));
             }
             self.parts.parser.push(&text, &mut events);
+            if self.parts.is_single_call && ends_call(&mut events) {
+                self.settle();
+                let mut step = self.step(events);
+                step.is_stopped = true;
+                return step;
+            }
         }
         self.settle();
         self.step(events)
@@ -194,6 +202,12 @@ impl Reader {
             top_logprobs: None,
         }
     }
+}
+
+/// Whether a call has ended in these events; what comes behind it is dropped.
+fn ends_call(events: &mut Vec<OutputEvent>) -> bool {
+    let end = events.iter().position(|event| matches!(event, OutputEvent::CallEnd { .. }));
+    end.inspect(|end| events.truncate(end + 1)).is_some()
 }
 
 /// The grammar of a text completion: all of it is the answer.

@@ -9,6 +9,7 @@ use gateway_core::openai::{
     CompletionTokensDetails, Delta, FinishReason, PromptTokensDetails, TokenLogprob, Usage,
 };
 use gateway_core::output::ReplyFolder;
+use gateway_core::routing::Demand;
 use tokio::sync::watch;
 use tokio::time::Instant;
 
@@ -27,6 +28,10 @@ pub struct Visit {
     pub reply_id: String,
     /// The caller's own id.
     pub trace_id: String,
+    /// Requests of equal affinity go to one worker.
+    pub affinity: Option<String>,
+    /// On whose behalf; empty for nobody in particular.
+    pub tenant: String,
     /// When the request came.
     pub arrived: Instant,
     /// When it has lived long enough.
@@ -46,7 +51,12 @@ impl Visit {
 #[derive(Clone, Debug)]
 pub enum Grammar {
     /// With the model's own parser.
-    Chat(OutputOptions),
+    Chat {
+        /// What the parser must know.
+        options: OutputOptions,
+        /// The first complete call ends the reply.
+        is_single_call: bool,
+    },
     /// As it is.
     PlainText,
 }
@@ -56,6 +66,8 @@ pub enum Grammar {
 pub struct Job {
     /// What a worker must know.
     pub header: RequestHeader,
+    /// Which workers could take it, and why.
+    pub route: Demand,
     /// Its pictures and clips.
     pub media: Vec<PlannedMedia>,
     /// How the reply is to be read.
@@ -110,7 +122,7 @@ pub struct Reply {
     usage: Usage,
     num_samples: u32,
     visit: Arc<Visit>,
-    _permit: Permit,
+    permit: Permit,
 }
 
 #[derive(Debug)]
@@ -139,6 +151,7 @@ impl Reply {
             }
         }
         app.metrics.tokens(TokenClass::Prompt, usage.prompt_tokens);
+        permit.charge(usage.prompt_tokens);
         Self {
             app: Arc::clone(app),
             steps,
@@ -146,7 +159,7 @@ impl Reply {
             usage,
             num_samples: choice,
             visit,
-            _permit: permit,
+            permit,
         }
     }
 
@@ -209,6 +222,7 @@ impl Reply {
             self.app.metrics.first_token(now - self.visit.arrived);
         }
         if let Some(end) = &step.end {
+            self.permit.charge(end.tokens.completion);
             let details = &mut self.usage.prompt_tokens_details;
             details.cached_tokens = details.cached_tokens.max(end.tokens.cached);
             self.usage.completion_tokens += end.tokens.completion;

@@ -11,7 +11,9 @@ use crate::app::App;
 use crate::error::{ErrorKind, GatewayError};
 use crate::reader::{PlainText, Reader, ReaderParts, Step};
 use crate::reply::{Grammar, Job, ReplyStep, SampleEnd, SampleTokens, Visit};
-use crate::workers::{GenerateCall, UploadWork, WorkerEvent, WorkerEvents, WorkerId, WorkerUsage};
+use crate::workers::{
+    GenerateCall, UploadWork, WorkerEvent, WorkerEvents, WorkerId, WorkerLease, WorkerUsage,
+};
 
 /// One sample of one prompt.
 pub struct Sample {
@@ -94,7 +96,7 @@ impl Sample {
                     self.job = None;
                     let step = self.reader.read(&token_ids, &logprobs);
                     if step.is_stopped {
-                        // a stop string ends the request here; dropping the call tells the worker
+                        // the request ends here; dropping the call tells the worker
                         self.events = None;
                         return Ok(Some(self.end(step, false, None)));
                     }
@@ -136,10 +138,10 @@ impl Sample {
                 return Err(error);
             }
             self.may_retry = false;
-            let lost = events.worker();
+            let Some(lost) = self.events.take() else { return Err(error) };
             // if nobody else is there, the first failure is the one to tell
-            let Ok(fresh) = self.call(Some(lost)) else { return Err(error) };
-            tracing::warn!(reply_id = %self.visit.reply_id, worker = lost.0,
+            let Ok(fresh) = self.call(Some(lost.lease())) else { return Err(error) };
+            tracing::warn!(reply_id = %self.visit.reply_id, worker = lost.worker().0,
                 reason = error.detail.as_deref().unwrap_or(&error.message),
                 "worker lost before the first token; trying another");
             self.app.metrics.retried();
@@ -147,14 +149,13 @@ impl Sample {
         }
     }
 
-    fn call(&self, excluded: Option<WorkerId>) -> Result<WorkerEvents, GatewayError> {
+    fn call(&self, failed: Option<&WorkerLease>) -> Result<WorkerEvents, GatewayError> {
         let Some(job) = &self.job else {
             return Err(GatewayError::internal("a sample was begun after its first token"));
         };
-        let context = job.header.prompt_token_ids.len() as u64 + u64::from(job.header.max_tokens);
-        let lease = match (self.preferred, excluded) {
-            (Some(worker), None) => self.app.workers.lease_of(worker)?,
-            _ => self.app.workers.lease(context, excluded)?,
+        let lease = match (self.preferred, failed) {
+            (Some(worker), None) => self.app.workers.lease_of(&job.route, worker)?,
+            _ => self.app.workers.lease(&job.route, failed)?,
         };
         let call = GenerateCall {
             header: &job.header,
@@ -204,12 +205,13 @@ fn reader_parts(app: &App, job: &Job, visit: &Visit, choice: u32) -> ReaderParts
         detokenizer: builder.detokenizer(generation.skip_special_tokens),
         token_bytes: Arc::clone(builder.tokenizer().bytes()),
         parser: match &job.grammar {
-            Grammar::Chat(options) => app.model.spec.output_parser(options),
+            Grammar::Chat { options, .. } => app.model.spec.output_parser(options),
             Grammar::PlainText => Box::new(PlainText::default()),
         },
         stops: StopMatcher::new(&generation.stop, generation.include_stop),
         folder: ReplyFolder::new(&visit.reply_id, choice, Default::default()),
         has_logprobs: generation.logprobs.wanted,
+        is_single_call: matches!(job.grammar, Grammar::Chat { is_single_call: true, .. }),
     }
 }
 

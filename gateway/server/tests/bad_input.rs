@@ -222,7 +222,7 @@ async fn a_full_gateway_answers_429_and_has_room_again_afterwards() {
 async fn bodies_of_all_requests_share_one_budget() {
     let worker = worker();
     worker.set_acts(vec![Act::Start, Act::Tokens(ids("a")), Act::Hang]);
-    let flags = ["--max-request-bytes", "300000", "--max-buffered-bytes", "400000"];
+    let flags = ["--max-request-bytes", "300000", "--set", "max_buffered_bytes=400000"];
     let gateway = Gateway::start(&[&worker], &flags).await;
     let large = chat_body(json!({"stream": true, "pad": "x".repeat(250_000)})).to_string();
     let first = gateway.send("/v1/chat/completions", large.clone()).await;

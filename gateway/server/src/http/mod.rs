@@ -1,5 +1,6 @@
 //! Routes, and what all of them share: who asks, how bodies are read, how errors are shown.
 
+mod admin;
 mod body;
 mod chat;
 mod completions;
@@ -23,7 +24,7 @@ use gateway_core::openai::RequestBody;
 use tokio::time::Instant;
 
 pub use observe::RequestIds;
-pub use serve::serve;
+pub use serve::{serve, serve_admin};
 
 use crate::app::App;
 use crate::error::{ErrorKind, GatewayError};
@@ -37,7 +38,13 @@ const LONG_BODY_BYTES: u64 = 256 << 10;
 
 /// All routes of an app.
 pub fn router(app: &Arc<App>) -> Router {
-    Router::new()
+    let router = Router::new();
+    // with a listener for operators, what is theirs is there only
+    let router = match app.config.admin_listen {
+        Some(_) => router,
+        None => router.route("/metrics", get(ops::metrics)),
+    };
+    router
         .route("/v1/chat/completions", post(chat::completions))
         .route("/v1/completions", post(completions::completions))
         .route("/v1/messages", post(messages::create))
@@ -51,7 +58,6 @@ pub fn router(app: &Arc<App>) -> Router {
         .route("/v1/detokenize", post(tokens::detokenize))
         .route("/health", get(ops::health))
         .route("/ready", get(ops::ready))
-        .route("/metrics", get(ops::metrics))
         .route("/version", get(ops::version))
         .fallback(unknown_route)
         .method_not_allowed_fallback(wrong_method)
@@ -74,6 +80,10 @@ async fn wrong_method(State(app): State<Arc<App>>, request: Request) -> Response
     refuse(&app, &error)
 }
 
+/// On whose behalf a request is made, as whoever checks its key says; a request extension.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Tenant(pub String);
+
 /// A request body, read and parsed, and the visit it begins.
 async fn receive(
     app: &Arc<App>,
@@ -83,12 +93,17 @@ async fn receive(
 ) -> Result<(RequestBody, Visit), GatewayError> {
     let arrived = Instant::now();
     let trace_id = RequestIds::of(&request).trace_id;
+    let Tenant(tenant) = request.extensions().get().cloned().unwrap_or_default();
+    let affinity = request.headers().get("x-session-affinity").and_then(|text| text.to_str().ok());
+    let affinity = affinity.filter(|text| !text.is_empty()).map(str::to_owned);
     let (bytes, lease) = body::read(app, request.into_body(), max_bytes).await?;
     let is_long = lease.bytes() > LONG_BODY_BYTES;
     let parsed = run_text(app, is_long, move |_| RequestBody::parse(&bytes)).await?;
     let visit = Visit {
         reply_id: format!("{reply_prefix}-{}", observe::fresh_id()),
         trace_id,
+        affinity,
+        tenant,
         arrived,
         deadline: arrived + app.config.request_timeout,
         body: lease,
@@ -112,7 +127,7 @@ fn refuse_with(
     let mut response = json_response(body);
     *response.status_mut() =
         StatusCode::from_u16(status).unwrap_or(StatusCode::INTERNAL_SERVER_ERROR);
-    if let Some(seconds) = error.kind.retry_after_s() {
+    if let Some(seconds) = error.retry_after_s.or(error.kind.retry_after_s()) {
         response.headers_mut().insert(header::RETRY_AFTER, HeaderValue::from(seconds));
     }
     response

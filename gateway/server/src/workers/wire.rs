@@ -1,14 +1,16 @@
 //! Core types to and from the generated protocol types; nothing else knows the latter.
 
 use bytes::Bytes;
-use gateway_core::conversation::Generation;
+use gateway_core::constraint::{Constraint, ConstraintSpec};
+use gateway_core::conversation::{Generation, Standing};
 use gateway_core::model::{MediaKind, MediaPlan, ModelFacts};
 use gateway_core::prompt::Span;
+use gateway_core::routing::SeatLoad;
 use gateway_media::{MediaHash, PatchLayout, PixelNorm};
 use prost::Message;
 use tonic::{Code, Status};
 
-use super::{TokenLogprob, WorkerEvent, WorkerLoad, WorkerUsage};
+use super::{TokenLogprob, WorkerEvent, WorkerUsage};
 use crate::error::{ErrorKind, GatewayError};
 
 /// What the protocol compiler made.
@@ -52,6 +54,12 @@ pub struct RequestHeader {
     pub prompt_token_ids: Vec<u32>,
     /// The ids that end a reply, the model's own first.
     pub stop_token_ids: Vec<u32>,
+    /// On whose behalf, a name that the client does not choose; empty for nobody in particular.
+    pub tenant: String,
+    /// How urgently, and with whom computed prompts may be shared.
+    pub standing: Standing,
+    /// What the output must look like.
+    pub constraint: Option<Constraint>,
     /// Sampling and ending.
     pub generation: Generation,
     /// At least 1; what the context has room for, if the request says nothing.
@@ -86,8 +94,23 @@ fn generate_header(header: &RequestHeader, request_id: &str, seed: u64) -> proto
         sampling: Some(sampling(header, seed)),
         patch_format: (!header.items.is_empty()).then(|| patch_format(header)),
         media: header.items.iter().map(|item| media_item(item, header.layout)).collect(),
-        // ordinary priority, the nameless tenant, no salt of its own
-        ..proto::GenerateHeader::default()
+        priority: header.standing.priority,
+        tenant: header.tenant.clone(),
+        cache_salt: header.standing.cache_salt.clone(),
+        constraint: header.constraint.as_ref().map(constraint),
+    }
+}
+
+fn constraint(constraint: &Constraint) -> proto::Constraint {
+    use proto::constraint::Spec;
+    proto::Constraint {
+        spec: Some(match &constraint.spec {
+            ConstraintSpec::JsonSchema(text) => Spec::JsonSchema(text.clone()),
+            ConstraintSpec::Regex(text) => Spec::Regex(text.clone()),
+            ConstraintSpec::Lark(text) => Spec::Lark(text.clone()),
+        }),
+        after_token_id: constraint.after_token_id,
+        param: constraint.param.clone(),
     }
 }
 
@@ -109,8 +132,8 @@ fn sampling(header: &RequestHeader, seed: u64) -> proto::Sampling {
         logprobs: Some(generation.logprobs.wanted),
         stop_token_ids: header.stop_token_ids.clone(),
         logit_bias: generation.logit_bias.iter().copied().collect(),
-        // all may be sampled, none is banned
-        ..proto::Sampling::default()
+        allowed_token_ids: generation.allowed_token_ids.clone(),
+        banned_token_ids: generation.banned_token_ids.clone(),
     }
 }
 
@@ -206,11 +229,15 @@ fn usage(usage: proto::Usage) -> WorkerUsage {
     }
 }
 
-pub(super) fn load(load: proto::Load) -> WorkerLoad {
-    WorkerLoad {
+pub(super) fn load(load: proto::Load) -> SeatLoad {
+    SeatLoad {
         running_requests: load.running_requests,
         waiting_requests: load.waiting_requests,
         waiting_prompt_tokens: load.waiting_prompt_tokens,
+        used_pages: load.used_pages,
+        total_pages: load.total_pages,
+        steps: load.steps,
+        prompt_tokens_per_s: load.prompt_tokens_per_s,
     }
 }
 
