@@ -37,7 +37,7 @@ def text(rows: list[Row], machine: dict[str, Any]) -> str:
         "[layer-h200.json](layer-h200.json)). One dense and four sparse layers, all 128 experts, "
         "random weights drawn on the GPU; a layer's figure is the mean of the four. Decode steps "
         "are "
-        "CUDA graph replays, prefill chunks of 8,192 tokens run eagerly; medians of five. Floors "
+        "CUDA graph replays, prefill chunks of 8,192 tokens run eagerly; medians of three. Floors "
         "are "
         "the larger of bytes over this run's copy bandwidth "
         f"({machine['copy_bytes_per_s'] / 1e12:.2f} TB/s) and operations over its bf16 matrix rate "
