@@ -21,6 +21,7 @@ ENV_PREFIX = "M3STACK_WORKER_"
 BUILTIN_CHECKPOINT = Path(__file__).parent / "checkpoints" / "tiny"
 LOG_LEVELS = ("debug", "info", "warn", "warning", "error")
 DTYPES = ("auto", "float32", "bfloat16")
+INDEX_COPIES = ("none", "int8")
 
 
 def _setting(default: Any, help_text: str, check: Callable[[Any], str | None]) -> Any:
@@ -130,6 +131,12 @@ class WorkerConfig:
         "every rank keeps the index keys of its share of the pages, and ranks choose blocks "
         "together: more cache and faster decoding of long contexts, one exchange a layer",
         _any,
+    )
+    index_copy: str = _setting(
+        "none",
+        "int8: a one-byte copy of the index keys, 6% more cache, that nearly halves what decoding "
+        "of long contexts reads on Hopper; the blocks chosen stay the same; none: no copy",
+        _one_of(INDEX_COPIES),
     )
     kv_memory_fraction: float = _setting(
         0.9, "share of the memory left after loading that cache pages may take", _fraction
@@ -374,6 +381,11 @@ def _check_together(config: WorkerConfig) -> None:
         raise StartupError(
             f"expert_parallel is {config.expert_parallel}, expected a divisor of tensor_parallel "
             f"({ranks})"
+        )
+    if config.shard_index_keys and config.index_copy != "none":
+        raise StartupError(
+            f"index_copy is {config.index_copy}, but index keys that ranks hold in parts "
+            "(shard_index_keys) have no copy; unset one of the two"
         )
     if config.shard_index_keys and ranks == 1:
         raise StartupError("shard_index_keys needs tensor_parallel of at least 2, it is 1")

@@ -79,6 +79,7 @@ def page_shape(
         dtype=hardware.dtype,
         index_rank=rank if config.shard_index_keys else 0,
         index_ranks=config.tensor_parallel if config.shard_index_keys else 1,
+        index_copy=config.index_copy == "int8",
     )
 
 

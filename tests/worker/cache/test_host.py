@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -48,6 +50,22 @@ def test_a_copy_moves_keys_values_and_index_keys_of_every_layer_and_nothing_else
     assert len(before[0]) == 8
     assert host.bytes_per_page == sum(tensor.nbytes for tensor in before[0])
     assert slots_within(3 * host.bytes_per_page + 1, SHAPE) == 3
+
+
+def test_the_copy_of_index_keys_moves_with_them() -> None:
+    pool = KvPool(replace(SHAPE, index_copy=True), 3, torch.device("cpu"))
+    copies = [layer.index_copy_PX for layer in pool.layers if layer.index_copy_PX is not None]
+    for copy in copies:
+        copy.random_(0, 256)
+    before = [copy[1].clone() for copy in copies]
+    host = HostPool(pool, 1)
+    host.copy(PageCopy(CopyDirection.TO_HOST, 1, 0))
+    host.copy(PageCopy(CopyDirection.TO_DEVICE, 2, 0))
+    assert [torch.equal(copy[2], kept) for copy, kept in zip(copies, before, strict=True)] == [
+        True,
+        True,
+    ]
+    assert host.bytes_per_page == pool.shape.bytes_per_page
 
 
 def test_least_recently_used_copy_gives_way_and_pinned_ones_never_do() -> None:

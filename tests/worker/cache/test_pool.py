@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 
 from m3stack.cache.pool import KvPool, PageShape
@@ -23,6 +25,19 @@ def test_page_bytes_are_what_the_tensors_take() -> None:
 def test_released_model_takes_the_published_bytes_a_token() -> None:
     shape = PageShape((False,) * 3 + (True,) * 57, 4, 128, 128, 128, torch.bfloat16)
     assert shape.bytes_per_page == 128 * 137_472
+
+
+def test_a_copy_of_the_index_keys_counts_in_a_page() -> None:
+    plain = PageShape((False, True, True), 4, 32, 16, 128, torch.float32)
+    shape = replace(plain, index_copy=True)
+    assert shape.bytes_per_page == plain.bytes_per_page + 2 * 128 * (16 + 4)
+    pool = KvPool(shape, 5, torch.device("cpu"))
+    assert [layer.index_copy_PX is not None for layer in pool.layers] == [False, True, True]
+    copies = [layer.index_copy_PX for layer in pool.layers if layer.index_copy_PX is not None]
+    assert {tuple(copy.shape) for copy in copies} == {(5, 128 * 20)}
+    released = PageShape((False,) * 3 + (True,) * 57, 4, 128, 128, 128, torch.bfloat16)
+    with_copy = replace(released, index_copy=True)
+    assert with_copy.bytes_per_page == 128 * (137_472 + 57 * 132)
 
 
 def test_dense_layers_have_no_index_keys() -> None:

@@ -16,12 +16,10 @@ from m3stack.kernels.build import KernelUnavailableError
 from m3stack.kernels.interface import Kernels
 from m3stack.kernels.msa.decode.cuda_library import DecodeLibrary
 from m3stack.kernels.msa.decode.index_copy import write_index_copy
-from m3stack.kernels.msa.decode.two_stage import (
-    IndexCopy,
-    choose_blocks_two_stage,
-    copy_index_keys,
-)
+from m3stack.kernels.msa.decode.two_stage import choose_blocks_two_stage
 from m3stack.kernels.msa.decode.with_cuda import CudaDecode
+from m3stack.kernels.msa.index_copy import IndexCopy, copy_index_keys
+from m3stack.kernels.msa.with_cuda import CudaMsa
 from m3stack.kernels.select import build_kernels
 from m3stack.kernels.shape import KernelShape
 
@@ -115,7 +113,7 @@ def test_the_written_index_copy_makes_the_choice_of_one_stage():
     batch = make_batch(shape, device="cuda", seed=32)
     index_k = batch.pages.index_k_PBD
     assert index_k is not None
-    copy = IndexCopy.empty(index_k.shape[0], "cuda")
+    copy = IndexCopy.empty_like(index_k)
     poison_unwritten(batch.pages, batch.rows)
     copy.keys_PBD.fill_(77)
     copy.meta_PB.fill_(0x7FC00000)
@@ -129,3 +127,25 @@ def test_the_written_index_copy_makes_the_choice_of_one_stage():
     chosen = choose_blocks_two_stage(decode, batch.index_q_TGD, index_k, copy, batch.rows, 16, 1)
     expected = decode.choose_blocks(batch.index_q_TGD, index_k, batch.rows, 16, 1)
     require_equal(chosen[0], expected, what="two-stage choice on the written copy")
+
+
+def test_long_decode_steps_read_the_copy_and_short_ones_do_not():
+    msa = CudaMsa(M3)
+    for length, in_two_stages in ((300_000, True), (9000, False)):
+        batch = make_batch(BatchShape(seq_lens=(length,)), device="cuda", seed=33)
+        index_k = batch.pages.index_k_PBD
+        assert index_k is not None
+        copy_PX = torch.zeros(index_k.shape[0], 128 * 132, dtype=torch.uint8, device="cuda")
+        copy, made = IndexCopy.over(copy_PX, 128), IndexCopy.of(index_k)
+        copy.keys_PBD.copy_(made.keys_PBD)
+        copy.meta_PB.copy_(made.meta_PB)
+        before = msa.rescored()
+        inputs = (batch.index_q_TGD, index_k, batch.rows, 16, 1)
+        require_equal(
+            msa.choose_blocks(*inputs, copy_PX), msa.choose_blocks(*inputs), what="choice"
+        )
+        after = msa.rescored()
+        ranked = after.ranked - before.ranked
+        assert ranked == (4 * (length // 128) if in_two_stages else 0)
+        if in_two_stages:
+            assert 0 < after.blocks - before.blocks < 0.1 * ranked

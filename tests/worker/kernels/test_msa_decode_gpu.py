@@ -23,17 +23,14 @@ from m3stack.kernels.msa import reference
 from m3stack.kernels.msa.decode import two_stage, with_cuda
 from m3stack.kernels.msa.decode.cuda_library import DecodeLibrary
 from m3stack.kernels.msa.decode.fp8_pages import Fp8Pages, quantise_pages
-from m3stack.kernels.msa.decode.two_stage import (
-    IndexCopy,
-    choose_blocks_two_stage,
-    copy_index_keys,
-)
+from m3stack.kernels.msa.decode.two_stage import choose_blocks_two_stage
 from m3stack.kernels.msa.decode.with_cuda import (
     AttentionPlan,
     CudaDecode,
     Merge,
     UnsupportedShapeError,
 )
+from m3stack.kernels.msa.index_copy import IndexCopy, copy_index_keys
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(120)]
 

@@ -8,6 +8,7 @@ import torch
 triton = pytest.importorskip("triton")
 
 from m3stack.kernels.interface import HeadNorms, LayerPages  # noqa: E402
+from m3stack.kernels.msa.index_copy import IndexCopy  # noqa: E402
 from m3stack.kernels.pointwise import reference, with_triton  # noqa: E402
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -99,6 +100,35 @@ def test_prologue_keeps_index_keys_that_have_slots_of_their_own_apart():
     close(pages.index_k_PBD, expected_pages.index_k_PBD)
     written = (pages.index_k_PBD != 7.0).any(-1)[0].nonzero()[:, 0]
     assert written.tolist() == [2, 3]
+
+
+@pytest.mark.parametrize("prologue", [reference.attention_prologue, with_triton.attention_prologue])
+def test_prologue_writes_the_copy_of_the_index_keys_it_writes(prologue):
+    torch.manual_seed(9)
+    q, k, v, index_q = torch.randn(4, 4, 2, DIM, device=DEVICE).to(torch.bfloat16)
+    angle = torch.rand(4, ROTATED // 2, device=DEVICE) * 6.3
+    slots = torch.tensor([130, 5, -1, 127], device=DEVICE)
+    pool = torch.zeros((2, 2, PAGE, DIM), dtype=torch.bfloat16, device=DEVICE)
+    index_k_PBD = torch.zeros((2, PAGE, DIM), dtype=torch.bfloat16, device=DEVICE)
+    copy_PX = torch.full((2, PAGE * (DIM + 4)), 77, dtype=torch.uint8, device=DEVICE)
+    pages = LayerPages(pool, pool.clone(), index_k_PBD, copy_PX)
+    inputs = (q, k, v, index_q, k[:, 1], norm_weights(10, True), angle.cos(), angle.sin())
+    prologue(*inputs, slots, pages)
+    copy = IndexCopy.over(copy_PX, PAGE)
+    written = torch.tensor([130, 5, 127], device=DEVICE)
+    keys = index_k_PBD.view(-1, DIM)[written]
+    assert bool((keys != 0).any(1).all())
+    metas = copy.meta_PB.flatten()[written]
+    scale, bound = (
+        bits.contiguous().view(torch.float32) for bits in ((metas & 0xFFFF) << 16, metas & ~0xFFFF)
+    )
+    copied = copy.keys_PBD.flatten(0, 1)[written].float() * scale[:, None]
+    assert bool(((keys.float() - copied).norm(dim=-1) <= bound).all())
+    assert bool((bound < 0.012 * keys.float().norm(dim=-1)).all())
+    untouched = torch.ones(2 * PAGE, dtype=torch.bool, device=DEVICE)
+    untouched[written] = False
+    assert bool((copy.keys_PBD.flatten(0, 1)[untouched] == 77).all())
+    assert bool((copy.meta_PB.flatten()[untouched] == 0x4D4D4D4D).all())
 
 
 def test_prologue_of_no_tokens_writes_nothing():

@@ -9,7 +9,7 @@ from torch import Tensor
 pytest.importorskip("triton")
 
 from m3stack.kernels.msa.decode.index_copy import write_index_copy
-from m3stack.kernels.msa.decode.two_stage import NORM_SHARE, IndexCopy, copy_index_keys
+from m3stack.kernels.msa.index_copy import NORM_SHARE, IndexCopy, copy_index_keys
 
 # squares of huge keys overflow in the interpreter as they do on a GPU: such keys have no bound
 pytestmark = pytest.mark.filterwarnings("ignore:overflow encountered:RuntimeWarning")

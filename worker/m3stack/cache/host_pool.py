@@ -45,7 +45,7 @@ class HostPool:
         self.bytes_per_page = pool.shape.whole_bytes_per_page
 
     def copy(self, copy: PageCopy) -> None:
-        """Moves K, V and, as far as they are held here, index-K of all layers of one page."""
+        """Moves K, V and, as far as they are held here, index-K and its copy, of all layers."""
         is_out = copy.direction is CopyDirection.TO_HOST
         parts = [(self._keys_values, self._host_keys_values, copy.page)]
         index_page = self._shape.index_page(copy.page)
@@ -61,5 +61,5 @@ class HostPool:
 
 def _tensors(layers: LayerCache) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
     keys_values = tuple(part for layer in layers for part in (layer.k_PGBD, layer.v_PGBD))
-    index = (layer.index_k_PBD for layer in layers)
+    index = (part for layer in layers for part in (layer.index_k_PBD, layer.index_copy_PX))
     return keys_values, tuple(part for part in index if part is not None)

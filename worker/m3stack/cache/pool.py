@@ -8,6 +8,7 @@ import torch
 
 from m3stack.batch import LayerCache
 from m3stack.kernels.interface import LayerPages
+from m3stack.kernels.msa.index_copy import page_bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,6 +23,7 @@ class PageShape:
         dtype: of all three.
         index_rank, index_ranks: which part of the index keys stands here: those of every
             `index_ranks`-th page, beginning with page `index_rank`.
+        index_copy: whether the index keys have their int8 copy beside them.
     """
 
     sparse_layers: tuple[bool, ...]
@@ -32,6 +34,7 @@ class PageShape:
     dtype: torch.dtype
     index_rank: int = 0
     index_ranks: int = 1
+    index_copy: bool = False
 
     @property
     def bytes_per_page(self) -> int:
@@ -46,7 +49,13 @@ class PageShape:
     def _bytes(self, index_ranks: int) -> int:
         kv_values = 2 * self.num_kv_heads * self.head_dim * len(self.sparse_layers)
         index_values = -(-self.index_dim * sum(self.sparse_layers) // index_ranks)
-        return (kv_values + index_values) * self.page_tokens * self.dtype.itemsize
+        values = (kv_values + index_values) * self.page_tokens * self.dtype.itemsize
+        return values + self.copy_bytes_per_page * sum(self.sparse_layers)
+
+    @property
+    def copy_bytes_per_page(self) -> int:
+        """Bytes of one layer's copy of a page's index keys."""
+        return page_bytes(self.page_tokens, self.index_dim) if self.index_copy else 0
 
     def index_page(self, page: int) -> int | None:
         """Row of the index-key tensors that belongs to a page; None where another rank has it."""
@@ -85,14 +94,18 @@ def _layer_pages(
     shape: PageShape, num_pages: int, device: torch.device, is_sparse: bool
 ) -> LayerPages:
     kv_size = (num_pages, shape.num_kv_heads, shape.page_tokens, shape.head_dim)
-    index_k_PBD = None
+    index_k_PBD = index_copy_PX = None
     if is_sparse:
         index_size = (shape.num_index_pages(num_pages), shape.page_tokens, shape.index_dim)
         index_k_PBD = torch.empty(index_size, dtype=shape.dtype, device=device)
         if shape.index_ranks > 1:
             index_k_PBD[-1] = float("nan")
+        if shape.index_copy:
+            copy_size = (index_size[0], shape.copy_bytes_per_page)
+            index_copy_PX = torch.empty(copy_size, dtype=torch.uint8, device=device)
     return LayerPages(
         k_PGBD=torch.empty(kv_size, dtype=shape.dtype, device=device),
         v_PGBD=torch.empty(kv_size, dtype=shape.dtype, device=device),
         index_k_PBD=index_k_PBD,
+        index_copy_PX=index_copy_PX,
     )

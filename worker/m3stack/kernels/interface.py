@@ -83,11 +83,14 @@ class LayerPages:
     Attributes:
         k_PGBD, v_PGBD: head-major pages [P, G, B, D], model dtype.
         index_k_PBD: [P, B, D_index] or None on dense layers.
+        index_copy_PX: uint8 [P, B * (D_index + 4)], the int8 copy of the index keys
+            (`msa/index_copy.py`), written with them; None where none is kept.
     """
 
     k_PGBD: Tensor
     v_PGBD: Tensor
     index_k_PBD: Tensor | None
+    index_copy_PX: Tensor | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,8 +170,8 @@ class AttentionPrologue(Protocol):
     """Norms and rotates a step's heads and writes its keys and values into the cache.
 
     q, k, index q and index k are normed per head and rotated in their first R dims (split-half
-    pairs i and i + R/2). K, V and index-K go into slot `page * B + offset`; rows with a negative
-    slot write nothing.
+    pairs i and i + R/2). K, V and index-K, with its copy where one is kept, go into slot
+    `page * B + offset`; rows with a negative slot write nothing.
     """
 
     def __call__(
@@ -208,7 +211,9 @@ PagedAttention = Callable[[Tensor, LayerPages, PagedRows, float], Tensor]
 # (the row's own and those just before it) are always chosen and count inside K; the rest is
 # ranked by score descending, then lower block id; NaN counts as -inf, +0 equals -0. The
 # result is ascending (so the row's own block stands last) and padded with -1 at the tail.
-ChooseBlocks = Callable[[Tensor, Tensor, PagedRows, int, int], Tensor]
+# Where `LayerPages.index_copy_PX` is kept, it follows as a last argument: it may change the time
+# that a back end takes, never the result.
+ChooseBlocks = Callable[..., Tensor]
 
 # index_q [T,G,D], index_k [P',B,D], part of a step, num_blocks K, num_local_blocks ->
 # int64 [G,T,K]: the best of the blocks whose index keys this rank holds, descending;

@@ -32,8 +32,9 @@ class TritonMsa:
         rows: PagedRows,
         num_blocks: int,
         num_local_blocks: int,
+        _index_copy_PX: Tensor | None = None,
     ) -> Tensor:
-        """See `interface.ChooseBlocks`."""
+        """See `interface.ChooseBlocks`; reads no copy."""
         few = rows.max_query_len <= MAX_DECODE_ROWS
         run = self._decode.choose_blocks if few else prefill.choose_blocks
         return run(index_q_TGD.contiguous(), index_k_PBD, rows, num_blocks, num_local_blocks)

@@ -38,8 +38,9 @@ from m3stack.kernels.msa import reference
 from m3stack.kernels.msa.decode import with_triton
 from m3stack.kernels.msa.decode.cuda_library import DecodeLibrary
 from m3stack.kernels.msa.decode.fp8_pages import Fp8Pages, quantise_pages
-from m3stack.kernels.msa.decode.two_stage import IndexCopy, choose_blocks_two_stage
+from m3stack.kernels.msa.decode.two_stage import choose_blocks_two_stage
 from m3stack.kernels.msa.decode.with_cuda import CudaDecode
+from m3stack.kernels.msa.index_copy import IndexCopy
 
 NUM_CHOSEN = 16
 NUM_LOCAL = 1

@@ -19,6 +19,7 @@ struct SettleArgs {
     const int32_t* page_table;
     int32_t* blocks;                  // [G,T,K]
     int32_t* num_rescored;            // [T,G]
+    unsigned long long* totals;       // {rescored, ranked} blocks of all calls
     int64_t page_stride;
     int64_t table_stride;
     int64_t row_stride;
@@ -289,6 +290,8 @@ __global__ void __launch_bounds__(kSelectThreads, 3) settle_kernel(const __grid_
         int sum = 0;
         for (int other = 0; other < splits; ++other) sum += int(shared.inbox_count[other]);
         args.num_rescored[line] = sum;
+        atomicAdd(args.totals, static_cast<unsigned long long>(sum));
+        atomicAdd(args.totals + 1, static_cast<unsigned long long>(n));
     }
     __syncthreads();
     rank_candidates((count + 1) & ~1, need, shared.select, shared.select.winners);

@@ -73,6 +73,7 @@ def choose_blocks(
     rows: PagedRows,
     num_blocks: int,
     num_local_blocks: int,
+    _index_copy_PX: Tensor | None = None,
 ) -> Tensor:
     """Blocks each row attends to; see `interface.ChooseBlocks`.
 

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
 
 from m3stack.kernels.build import KernelUnavailableError
 from m3stack.kernels.interface import LayerPages, PagedRows
 from m3stack.kernels.msa.decode.cuda_library import DecodeLibrary
+from m3stack.kernels.msa.decode.two_stage import MAX_LINES, choose_blocks_two_stage
 from m3stack.kernels.msa.decode.with_cuda import CudaDecode
+from m3stack.kernels.msa.index_copy import IndexCopy
 from m3stack.kernels.msa.prefill.cuda_library import PrefillLibrary
 from m3stack.kernels.msa.prefill.with_cuda import (
     BLOCK_TOKENS,
@@ -18,6 +22,9 @@ from m3stack.kernels.msa.prefill.with_cuda import (
     CudaPrefill,
 )
 from m3stack.kernels.shape import KernelShape
+
+# keys of a decode step from which reading half of their bytes pays for the second stage
+TWO_STAGE_TOKENS = 1 << 18
 
 
 class CudaMsa:
@@ -40,12 +47,24 @@ class CudaMsa:
         rows: PagedRows,
         num_blocks: int,
         num_local_blocks: int,
+        index_copy_PX: Tensor | None = None,
     ) -> Tensor:
-        """See `interface.ChooseBlocks`."""
+        """See `interface.ChooseBlocks`; long decode steps read a copy first."""
         arm = self._arm(index_q_TGD.shape[1], rows)
-        return arm.choose_blocks(
-            index_q_TGD.contiguous(), index_k_PBD, rows, num_blocks, num_local_blocks
-        )
+        inputs = (rows, num_blocks, num_local_blocks)
+        index_q_TGD = index_q_TGD.contiguous()
+        if (
+            arm is self.decode
+            and index_copy_PX is not None
+            and pays_in_two_stages(index_q_TGD, rows)
+        ):
+            copy = IndexCopy.over(index_copy_PX, BLOCK_TOKENS)
+            return choose_blocks_two_stage(self.decode, index_q_TGD, index_k_PBD, copy, *inputs)[0]
+        return arm.choose_blocks(index_q_TGD, index_k_PBD, *inputs)
+
+    def rescored(self) -> Rescored:
+        """How far the two-stage choice had to read the keys themselves. Waits for the device."""
+        return Rescored(*self.decode.rescored_2.tolist())
 
     def block_attention(
         self, q_THD: Tensor, pages: LayerPages, blocks_GTK: Tensor, rows: PagedRows, scale: float
@@ -56,6 +75,26 @@ class CudaMsa:
 
     def _arm(self, groups: int, rows: PagedRows) -> CudaDecode | CudaPrefill:
         return self.decode if self.decode.serves(groups, rows) else self.prefill
+
+
+@dataclass(frozen=True, slots=True)
+class Rescored:
+    """Sums over all two-stage choices so far: blocks looked at in bf16, blocks ranked."""
+
+    blocks: int
+    ranked: int
+
+    @property
+    def share(self) -> float:
+        """Half a percent on keys as they occur; 1 where the bounds say nothing."""
+        return self.blocks / max(1, self.ranked)
+
+
+def pays_in_two_stages(index_q_TGD: Tensor, rows: PagedRows) -> bool:
+    """Whether the copy saves more than the second stage costs, by the lengths the host knows."""
+    num_tokens, groups, _ = index_q_TGD.shape
+    most_tokens = rows.seq_lens_S.shape[0] * rows.max_seq_len
+    return num_tokens * groups <= MAX_LINES and most_tokens >= TWO_STAGE_TOKENS
 
 
 def refuse_other_models(shape: KernelShape) -> None:

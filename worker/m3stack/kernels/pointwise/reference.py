@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from m3stack.kernels.interface import HeadNorms, LayerPages
+from m3stack.kernels.msa.index_copy import IndexCopy, write_index_copy
 
 
 def gemma_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -72,6 +73,9 @@ def attention_prologue(
     index_k_TD = rotate(index_k_TD[:, None], key_cos, key_sin)[:, 0]
     page_T, offset_T = key_slots // block, key_slots % block
     pages.index_k_PBD[page_T, offset_T] = index_k_TD.to(pages.index_k_PBD.dtype)
+    if pages.index_copy_PX is not None:
+        copy = IndexCopy.over(pages.index_copy_PX, block)
+        write_index_copy(pages.index_k_PBD, key_slots, copy)
     return q_THD, rotate(gemma_norm(index_q_TGD, norms.index_q, norms.eps), cos, sin)
 
 

@@ -8,6 +8,8 @@ import triton.language as tl
 from torch import Tensor
 
 from m3stack.kernels.interface import HeadNorms, LayerPages
+from m3stack.kernels.msa.decode.index_copy import write_index_copy
+from m3stack.kernels.msa.index_copy import IndexCopy
 
 # query heads that one program of the prologue takes
 QUERY_TILE = 16
@@ -220,4 +222,7 @@ def attention_prologue(
         ROTATED=2 * cos.shape[-1], PAGE=page_tokens, HAS_INDEX=has_index, TILE=tile,
         num_warps=4,
     )  # fmt: skip
+    if has_index and pages.index_copy_PX is not None:
+        copy = IndexCopy.over(pages.index_copy_PX, page_tokens)
+        write_index_copy(index_pages, index_slots, copy)
     return q_out, index_q_out

@@ -114,18 +114,21 @@ class SelfAttention(nn.Module):
         rows, scale = step.rows, self._config.head_dim**-0.5
         if index_q_TGD is None:
             return self._kernels.paged_attention(q_THD, pages, rows, scale)
-        assert pages.index_k_PBD is not None, "a sparse layer needs index-key pages"
-        blocks_GTK = self._choose(index_q_TGD, pages.index_k_PBD, step)
+        blocks_GTK = self._choose(index_q_TGD, pages, step)
         return self._kernels.block_attention(q_THD, pages, blocks_GTK, rows, scale)
 
-    def _choose(self, index_q_TGD: Tensor, index_k_PBD: Tensor, step: StepRows) -> Tensor:
+    def _choose(self, index_q_TGD: Tensor, pages: LayerPages, step: StepRows) -> Tensor:
+        index_k_PBD = pages.index_k_PBD
+        assert index_k_PBD is not None, "a sparse layer needs index-key pages"
         if self._index_parts is not None:
             assert step.part is not None
             return self._index_parts.choose_blocks(index_q_TGD, index_k_PBD, step.part, step.rows)
+        copy = () if pages.index_copy_PX is None else (pages.index_copy_PX,)
         return self._kernels.choose_blocks(
             index_q_TGD,
             index_k_PBD,
             step.rows,
             self._config.topk_blocks,
             self._config.num_local_blocks,
+            *copy,
         )

@@ -72,6 +72,7 @@ SettleArgs = _struct(
     page_table=c_void_p,
     blocks=c_void_p,
     num_rescored=c_void_p,
+    totals=c_void_p,
     page_stride=c_int64,
     table_stride=c_int64,
     row_stride=c_int64,

@@ -1,4 +1,4 @@
-"""Writes the int8 copy of index keys that were just written; its meaning is in `two_stage.py`."""
+"""Writes the int8 copy of index keys that were just written; see `msa/index_copy.py`."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from m3stack.kernels.msa.decode.two_stage import (
+from m3stack.kernels.msa.index_copy import (
     MAX_NORM,
     MIN_BOUND,
     NORM_SHARE,

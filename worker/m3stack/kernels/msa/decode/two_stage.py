@@ -24,92 +24,15 @@ from m3stack.kernels.msa.decode.with_cuda import (
     row_fields,
     score_workspace,
 )
+from m3stack.kernels.msa.index_copy import IndexCopy, page_bytes
 
-# share of |k| added to the stored bound: rounding of the query to 16 bits, of both fp32 scores
-NORM_SHARE = 2.0**-11
-# covers the rounding of the norms themselves
-NORM_SLACK = 1.0 + 2.0**-10
-# products of norms up to this never overflow; longer keys have no bound and are always rescored
-MAX_NORM = 1.0e18
-# keeps underflowed products inside the bound
-MIN_BOUND = 1.0e-15
 # blocks of the settling kernel that a processor holds at a time, and the largest cluster of them
 SETTLE_BLOCKS_PER_PROCESSOR = 3
 MAX_SETTLE_SPLITS = 16
 
 
-# bytes of a token in the copy: its int8 key, then in the page's tail its scale and bound
-COPY_TOKEN_BYTES = HEAD_DIM + 4
 # (row, head) lines of a step whose queries fit in shared memory beside the pages
 MAX_LINES = 256
-
-
-@dataclass(frozen=True, slots=True)
-class IndexCopy:
-    """One-byte index keys of a pool, written beside the bf16 keys.
-
-    Attributes:
-        keys_PBD: int8 [P, B, D].
-        meta_PB: int32 [P, B]: bf16 scale in the low half, bf16 bound in the high half; NaN bound
-            where the key has none.
-    """
-
-    keys_PBD: Tensor
-    meta_PB: Tensor
-
-    @staticmethod
-    def over(pages_PX: Tensor) -> IndexCopy:
-        """The copy that lives in these pages: uint8 [P, B * (D + 4)], keys first, then metas.
-
-        One page is one piece of memory, so that one copy brings both.
-        """
-        keys = BLOCK_TOKENS * HEAD_DIM
-        return IndexCopy(
-            pages_PX[:, :keys].view(torch.int8).unflatten(1, (BLOCK_TOKENS, HEAD_DIM)),
-            pages_PX[:, keys:].view(torch.int32),
-        )
-
-    @staticmethod
-    def empty(num_pages: int, device: torch.device | str) -> IndexCopy:
-        """Uninitialised copy for `num_pages` pages: 132 bytes a token."""
-        size = (num_pages, BLOCK_TOKENS * COPY_TOKEN_BYTES)
-        return IndexCopy.over(torch.empty(size, dtype=torch.uint8, device=device))
-
-    @staticmethod
-    def of(index_k_PBD: Tensor, *, pages_at_once: int = 4096) -> IndexCopy:
-        """The copy of whole pages, some at a time: the steps in between are in fp32."""
-        copy = IndexCopy.empty(index_k_PBD.shape[0], index_k_PBD.device)
-        for first in range(0, index_k_PBD.shape[0], pages_at_once):
-            part = slice(first, first + pages_at_once)
-            copy.keys_PBD[part], copy.meta_PB[part] = copy_index_keys(index_k_PBD[part])
-        return copy
-
-
-def copy_index_keys(index_k: Tensor) -> tuple[Tensor, Tensor]:
-    """The int8 keys and packed metas of any bf16 keys [..., D]; the meaning of the fused writer.
-
-    Returns:
-        int8 [..., D] and int32 [...] with |k - scale * key8| + 2^-11 |k| <= bound.
-    """
-    exact = index_k.float()
-    largest = exact.abs().amax(-1)
-    scale = round_up_to_bf16(largest / 127.0).clamp(min=2.0**-100)
-    keys = (exact / scale[..., None]).round().clamp(-127, 127)
-    residual = torch.linalg.vector_norm(exact - keys * scale[..., None], dim=-1)
-    norm = torch.linalg.vector_norm(exact, dim=-1)
-    bound = ((residual + NORM_SHARE * norm) * NORM_SLACK).clamp(min=MIN_BOUND)
-    bounded = norm <= MAX_NORM  # false for NaN
-    keys = torch.where(bounded[..., None], keys, 0.0).to(torch.int8)
-    scale_bits = torch.where(bounded, scale, 0.0).view(torch.int32) >> 16
-    bound_bits = round_up_to_bf16(bound).view(torch.int32)
-    bound_bits = torch.where(bounded, bound_bits, 0x7FC00000)
-    return keys, scale_bits | bound_bits
-
-
-def round_up_to_bf16(positive: Tensor) -> Tensor:
-    """Smallest bf16 value not below each positive fp32 value, still as fp32."""
-    bits = positive.contiguous().view(torch.int32)
-    return ((bits + 0xFFFF) & ~0xFFFF).view(torch.float32)
 
 
 def choose_blocks_two_stage(
@@ -152,6 +75,7 @@ def choose_blocks_two_stage(
         lower_keys=work.lower_keys.data_ptr(),
         blocks=work.blocks_GTK.data_ptr(),
         num_rescored=work.num_rescored_TG.data_ptr(),
+        totals=decode.rescored_2.data_ptr(),
         page_stride=index_k_PBD.stride(0),
         row_stride=work.keys.stride(0),
         num_rows=num_tokens,
@@ -219,7 +143,7 @@ def launch_bounds(
 
 
 def _check_copy(copy: IndexCopy, index_k_PBD: Tensor, lines: int) -> None:
-    page_bytes = BLOCK_TOKENS * COPY_TOKEN_BYTES
+    size = page_bytes(BLOCK_TOKENS, HEAD_DIM)
     key_bytes = BLOCK_TOKENS * HEAD_DIM
     if copy.keys_PBD.shape != index_k_PBD.shape:
         raise UnsupportedShapeError(
@@ -228,7 +152,7 @@ def _check_copy(copy: IndexCopy, index_k_PBD: Tensor, lines: int) -> None:
         )
     side_by_side = copy.meta_PB.data_ptr() == copy.keys_PBD.data_ptr() + key_bytes
     strides = (copy.keys_PBD.stride(), copy.meta_PB.stride())
-    if not side_by_side or strides != ((page_bytes, HEAD_DIM, 1), (page_bytes // 4, 1)):
+    if not side_by_side or strides != ((size, HEAD_DIM, 1), (size // 4, 1)):
         raise UnsupportedShapeError(f"a page of the int8 copy must be one piece, got {strides}")
     if lines > MAX_LINES:
         raise UnsupportedShapeError(f"query rows x index heads at most {MAX_LINES}, got {lines}")

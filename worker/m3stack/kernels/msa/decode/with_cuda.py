@@ -43,6 +43,8 @@ class CudaDecode:
         self.library = library
         # arrivals of blocks at a line; every launch leaves zeros, so launches must not overlap
         self._arrived = torch.zeros(library.num_processors, dtype=torch.int32, device="cuda")
+        # blocks scored in bf16 and blocks ranked by the two-stage choice, summed on the device
+        self.rescored_2 = torch.zeros(2, dtype=torch.int64, device="cuda")
 
     @staticmethod
     def serves(groups: int, rows: PagedRows) -> bool:
