@@ -22,9 +22,10 @@ from m3stack.engine.constraints import ConstraintBook
 from m3stack.engine.encoder import Encoder, FeatureBook, FollowerBook
 from m3stack.engine.engine import EngineParts, EngineSettings
 from m3stack.engine.grammar import GrammarCompiler, Vocabulary
+from m3stack.engine.graphs import CudaRecorder, DecodeGraphs
 from m3stack.engine.inputs import InputBuilder
 from m3stack.engine.leader import FollowerRunner, GroupPeers, LeaderRunner
-from m3stack.engine.runner import NO_PEERS, ModelRunner, Peers, Runner
+from m3stack.engine.runner import NO_PEERS, Forward, ModelRunner, Peers, Runner
 from m3stack.engine.sampler import Sampler
 from m3stack.engine.scheduler import Scheduler
 from m3stack.errors import StartupError
@@ -53,6 +54,8 @@ CPU_BATCH_TOKENS, GPU_BATCH_TOKENS = 512, 8192
 GPU_MIXED_SHARE = 4
 # below that many parameters, handing work to threads costs more than it saves
 SMALL_MODEL_VALUES = 50_000_000
+
+GPU_GRAPH_BYTES = 2 << 30
 
 Progress = Callable[[int, int], None]
 
@@ -123,7 +126,10 @@ def build_follower(
     book = FollowerBook()
     encoder = _encoder(model, book, hardware.device)
     peers = GroupPeers(joined.control)
-    return FollowerRunner(_runner(model, pool, host_pool, encoder, sampler=None, peers=peers), book)
+    runner = _runner(
+        model, pool, host_pool, encoder, forward=model.forward, sampler=None, peers=peers
+    )
+    return FollowerRunner(runner, book)
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,7 +170,8 @@ def _assemble_leader(config: WorkerConfig, ground: Ground, around: Surroundings)
     constraints = ConstraintBook(GrammarCompiler(vocabulary))
     sampler = Sampler(model_config.vocab_size, hardware.device, constraints)
     peers = NO_PEERS if group is None else GroupPeers(group.joined.control)
-    whole = _runner(model, pool, host_pool, encoder, sampler=sampler, peers=peers)
+    forward = _forward(config, model, pool, hardware.device, is_alone=mesh.size == 1)
+    whole = _runner(model, pool, host_pool, encoder, forward=forward, sampler=sampler, peers=peers)
     runner: Runner = whole
     if group is not None:
         group.set_up(Setup(pool.num_pages, host_pool.num_slots if host_pool else 0))
@@ -276,6 +283,23 @@ def _overlaps(config: WorkerConfig, device: torch.device) -> bool:
     return config.step_overlap == "on"
 
 
+def _forward(
+    config: WorkerConfig, model: M3Model, pool: KvPool, device: torch.device, *, is_alone: bool
+) -> Forward:
+    """The model's forward, its decode steps recorded where that is possible and wanted."""
+    budget = GPU_GRAPH_BYTES if config.decode_graph_bytes < 0 else config.decode_graph_bytes
+    if device.type != "cuda" or not is_alone or not budget:
+        return model.forward
+    return DecodeGraphs(
+        model.forward,
+        pool.layers,
+        record=CudaRecorder(device),
+        page_tokens=model.config.block_tokens,
+        max_sequences=config.max_sequences,
+        budget_bytes=budget,
+    )
+
+
 def _encoder(model: M3Model, book: FeatureBook, device: torch.device) -> Encoder:
     segment_patches = model.config.vision.segment_max_patches
     return Encoder(model.encode_media, book, device, segment_patches=segment_patches)
@@ -287,11 +311,12 @@ def _runner(
     host_pool: HostPool | None,
     encoder: Encoder,
     *,
+    forward: Forward,
     sampler: Sampler | None,
     peers: Peers,
 ) -> ModelRunner:
     return ModelRunner(
-        model.forward,
+        forward,
         pool.layers,
         encoder=encoder,
         inputs=InputBuilder(model.config.block_tokens, pool.layers[0].k_PGBD.device),

@@ -7,7 +7,6 @@ are refused wherever they stand. This module alone reads the environment.
 from __future__ import annotations
 
 import argparse
-import math
 import os
 import tomllib
 from collections.abc import Callable, Mapping, Sequence
@@ -16,6 +15,17 @@ from pathlib import Path
 from typing import Any, cast
 
 from m3stack.errors import StartupError
+from m3stack.setting_checks import (
+    address,
+    address_or_off,
+    anything,
+    at_least,
+    device,
+    drain,
+    fraction,
+    one_of,
+    seconds,
+)
 
 ENV_PREFIX = "M3STACK_WORKER_"
 BUILTIN_CHECKPOINT = Path(__file__).parent / "checkpoints" / "tiny"
@@ -32,46 +42,6 @@ def _setting(default: Any, help_text: str, check: Callable[[Any], str | None]) -
     return field(default=default, metadata={"help": help_text, "check": check})
 
 
-def _at_least(low: int) -> Callable[[Any], str | None]:
-    return lambda value: None if value >= low else f"at least {low}"
-
-
-def _one_of(names: tuple[str, ...]) -> Callable[[Any], str | None]:
-    return lambda value: None if value in names else f"one of {', '.join(names)}"
-
-
-def _any(_: Any) -> str | None:
-    return None
-
-
-def _fraction(value: float) -> str | None:
-    return None if 0 < value <= 1 else "above 0 and at most 1"
-
-
-def _seconds(value: float) -> str | None:
-    return None if 0 < value < math.inf else "a finite number above 0"
-
-
-def _drain(value: float) -> str | None:
-    return None if 0 <= value < math.inf else "a finite number, 0 or more"
-
-
-def _address(value: str) -> str | None:
-    host, colon, port = value.rpartition(":")
-    is_good = bool(host and colon and port.isascii() and port.isdigit() and int(port) <= 65535)
-    return None if is_good else "host:port, for example 127.0.0.1:50051"
-
-
-def _address_or_off(value: str) -> str | None:
-    return None if value == "off" or _address(value) is None else "host:port or off"
-
-
-def _device(value: str) -> str | None:
-    name, _, index = value.partition(":")
-    is_good = value in ("auto", "cpu", "cuda") or (name == "cuda" and index.isdigit())
-    return None if is_good else "auto, cpu, cuda or cuda:N"
-
-
 @dataclass(frozen=True, slots=True)
 class WorkerConfig:
     """Everything a worker can be told. Zero means "derive it" where the help says so."""
@@ -79,129 +49,141 @@ class WorkerConfig:
     model_path: str = _setting(
         str(BUILTIN_CHECKPOINT),
         "directory of a checkpoint in the released layout",
-        _any,
+        anything,
     )
     served_model_name: str = _setting(
-        "", "name the model is served under; default: the directory's name", _any
+        "", "name the model is served under; default: the directory's name", anything
     )
     max_context_tokens: int = _setting(
-        0, "most tokens of prompt and output together; 0: what the model supports", _at_least(0)
+        0,
+        "most tokens of prompt and output together; 0: what the model supports",
+        at_least(0),
     )
-    log_level: str = _setting("info", "debug, info, warn or error", _one_of(LOG_LEVELS))
-    listen: str = _setting("127.0.0.1:50051", "gRPC address; port 0 picks a free one", _address)
+    log_level: str = _setting("info", "debug, info, warn or error", one_of(LOG_LEVELS))
+    listen: str = _setting("127.0.0.1:50051", "gRPC address; port 0 picks a free one", address)
     tls_dir: str = _setting(
         "",
         "serve gRPC by TLS with tls.crt and tls.key of this directory; ca.crt there: only to "
         "clients with a certificate it has signed",
-        _any,
+        anything,
     )
     metrics_listen: str = _setting(
-        "off", "address that serves Prometheus metrics, or off", _address_or_off
+        "off", "address that serves Prometheus metrics, or off", address_or_off
     )
-    device: str = _setting("auto", "auto, cpu, cuda or cuda:N", _device)
+    device: str = _setting("auto", "auto, cpu, cuda or cuda:N", device)
     dtype: str = _setting(
         "auto",
         "auto (float32 on a CPU, bfloat16 on a GPU), float32 or bfloat16",
-        _one_of(DTYPES),
+        one_of(DTYPES),
     )
-    kernels: str = _setting("auto", "kernel back end; auto picks by device", _any)
+    kernels: str = _setting("auto", "kernel back end; auto picks by device", anything)
     mxfp8_weights: str = _setting(
         "auto",
         "what becomes of a checkpoint's MXFP8 weights: keep (half the memory, decoded inside the "
         "kernels), decode (to dtype, at load); auto: kept on a GPU in bfloat16, where all text "
         "linears are MXFP8",
-        _one_of(("auto", "keep", "decode")),
+        one_of(("auto", "keep", "decode")),
     )
     random_weights: bool = _setting(
         False,
         "draw weights on the device instead of reading any: for measuring speed, answers are noise",
-        _any,
+        anything,
     )
     tensor_parallel: int = _setting(
-        1, "ranks that share the model, each a process and, on GPUs, a GPU", _at_least(1)
+        1, "ranks that share the model, each a process and, on GPUs, a GPU", at_least(1)
     )
     expert_parallel: int = _setting(
         1,
         "groups of ranks that routed experts are dealt out to, a divisor of tensor_parallel; the "
         "ranks of a group split its experts by width",
-        _at_least(1),
+        at_least(1),
     )
     shard_index_keys: bool = _setting(
         False,
         "every rank keeps the index keys of its share of the pages, and ranks choose blocks "
         "together: more cache and faster decoding of long contexts, one exchange a layer",
-        _any,
+        anything,
     )
     index_copy: str = _setting(
         "none",
         "int8: a one-byte copy of the index keys, 6% more cache, that nearly halves what decoding "
         "of long contexts reads on Hopper; the blocks chosen stay the same; none: no copy",
-        _one_of(INDEX_COPIES),
+        one_of(INDEX_COPIES),
     )
     kv_memory_fraction: float = _setting(
-        0.9, "share of the memory left after loading that cache pages may take", _fraction
+        0.9, "share of the memory left after loading that cache pages may take", fraction
     )
-    num_pages: int = _setting(0, "cache pages; 0: from kv_memory_fraction", _at_least(0))
+    num_pages: int = _setting(0, "cache pages; 0: from kv_memory_fraction", at_least(0))
     host_cache_bytes: int = _setting(
         -1,
         "host memory for cache pages the device has no room for; 0: none; -1: none on a CPU, "
         "8 GiB (a quarter of what is free at most) on a GPU",
-        _at_least(-1),
+        at_least(-1),
     )
     host_restore_cost_tokens: int = _setting(
         16,
         "prompt tokens computed in the time a page takes to come back from host memory; shorter "
         "pages are computed again",
-        _at_least(0),
+        at_least(0),
     )
-    prefix_cache: bool = _setting(True, "keep computed pages for later requests", _any)
+    prefix_cache: bool = _setting(True, "keep computed pages for later requests", anything)
     max_batch_tokens: int = _setting(
-        0, "tokens of a step; 0: 512 on a CPU, 8192 on a GPU", _at_least(0)
+        0, "tokens of a step; 0: 512 on a CPU, 8192 on a GPU", at_least(0)
     )
     max_mixed_tokens: int = _setting(
         0,
         "tokens of a step in which requests wait for their next token; smaller: shorter waits, "
         "slower prompts; 0: a quarter of max_batch_tokens on a GPU, all of it on a CPU",
-        _at_least(0),
+        at_least(0),
     )
     chunk_growth_prefix_tokens: int = _setting(
         131072,
         "while nobody waits for a token, a prompt's steps double once that many of its tokens are "
         "computed; 0: never",
-        _at_least(0),
+        at_least(0),
     )
     step_overlap: str = _setting(
         "auto",
         "on: a step is queued before the last one has ended; off; auto: on a GPU, with one rank",
-        _one_of(("auto", "on", "off")),
+        one_of(("auto", "on", "off")),
     )
-    max_sequences: int = _setting(64, "requests that run at once", _at_least(1))
+    decode_graph_bytes: int = _setting(
+        -1,
+        "GPU memory that recorded decode steps (CUDA graphs) may take; 0: none; -1: 2 GiB on a GPU "
+        "with one rank",
+        at_least(-1),
+    )
+    max_sequences: int = _setting(64, "requests that run at once", at_least(1))
     max_sequences_per_tenant: int = _setting(
-        0, "requests of one tenant that run at once; 0: no limit", _at_least(0)
+        0, "requests of one tenant that run at once; 0: no limit", at_least(0)
     )
     max_waiting_requests: int = _setting(
-        1024, "requests that may queue; more are refused as overload", _at_least(1)
+        1024, "requests that may queue; more are refused as overload", at_least(1)
     )
     max_encode_patches: int = _setting(
-        16384, "vision patches of a step; a larger item runs alone", _at_least(1)
+        16384, "vision patches of a step; a larger item runs alone", at_least(1)
     )
     vision_cache_bytes: int = _setting(
-        1 << 30, "bytes of media features held, those of running requests included", _at_least(1)
+        1 << 30,
+        "bytes of media features held, those of running requests included",
+        at_least(1),
     )
     max_upload_bytes: int = _setting(
-        2 << 30, "bytes of media patches received and not yet encoded", _at_least(1)
+        2 << 30, "bytes of media patches received and not yet encoded", at_least(1)
     )
     upload_timeout_s: float = _setting(
-        60.0, "seconds without progress after which an upload is given up", _seconds
+        60.0, "seconds without progress after which an upload is given up", seconds
     )
     drain_s: float = _setting(
-        30.0, "seconds that running requests get to finish after SIGTERM", _drain
+        30.0, "seconds that running requests get to finish after SIGTERM", drain
     )
     stuck_step_s: float = _setting(
-        120.0, "seconds after which a step in progress makes the worker unhealthy", _seconds
+        120.0, "seconds after which a step in progress makes the worker unhealthy", seconds
     )
     cpu_threads: int = _setting(
-        0, "threads of CPU kernels; 0: one for a model this small, else all cores", _at_least(0)
+        0,
+        "threads of CPU kernels; 0: one for a model this small, else all cores",
+        at_least(0),
     )
 
     @property
@@ -265,13 +247,15 @@ def build_parser() -> argparse.ArgumentParser:
     for spec in setting_specs():
         flag = f"--{spec.name.replace('_', '-')}"
         shown = "" if spec.default in ("", 0) else f" (default: {spec.default})"
+        # argparse reads a bare percent sign as a format
+        told = (spec.help + shown).replace("%", "%%")
         if spec.type is bool:
             action = argparse.BooleanOptionalAction
-            parser.add_argument(flag, action=action, default=None, help=spec.help + shown)
+            parser.add_argument(flag, action=action, default=None, help=told)
         else:
             # values are checked in one place, by `resolve`
             metavar = spec.type.__name__.upper()
-            parser.add_argument(flag, default=None, metavar=metavar, help=spec.help + shown)
+            parser.add_argument(flag, default=None, metavar=metavar, help=told)
     return parser
 
 

@@ -1,0 +1,220 @@
+"""Decode steps replayed from recordings: one for every size of batch and every range of lengths.
+
+A recorded step reads its inputs from tensors of its own. A batch is copied there, and filled up to
+the recorded size with rows that see nothing and write nothing.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from m3stack.batch import DeviceBatch, LayerCache
+from m3stack.kernels.interface import PagedRows
+
+_log = logging.getLogger(__name__)
+
+Forward = Callable[[DeviceBatch, LayerCache], Tensor]
+
+SIZES = (1, 2, 4, 8, 12, 16, 24, 32, 40, 48, 56, 64, 80, 96, 112, 128, 160, 192, 224, 256)
+# up to that many tokens all lengths share a recording; behind it every doubling has its own, since
+# kernels divide their work by the longest sequence
+SHORT_TOKENS = 2048
+# steps of one kind before it is worth the time that recording takes
+USES_BEFORE_RECORDING = 4
+
+
+class Recording(Protocol):
+    """A step that can be run again."""
+
+    @property
+    def num_bytes(self) -> int:
+        """Device memory it holds, beyond what others of its recorder hold."""
+        ...
+
+    def replay(self) -> Tensor:
+        """Runs it; the result is good until the next replay of any recording."""
+        ...
+
+
+Record = Callable[[Callable[[], Tensor]], Recording]
+"""Runs a function of device tensors once or more, and keeps what it queued."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Kind:
+    """What a recording is made for: at most so many rows, and keys of at most so many tokens."""
+
+    num_rows: int
+    max_seq_len: int
+
+
+class _Inputs:
+    """The tensors that a recorded step reads; rows not in use see and write nothing."""
+
+    def __init__(self, kind: _Kind, page_tokens: int, device: torch.device) -> None:
+        size = kind.num_rows
+        self._in_use = 0
+        self._width = -(-kind.max_seq_len // page_tokens)
+
+        def zeros(*shape: int, dtype: torch.dtype) -> Tensor:
+            return torch.zeros(shape, dtype=dtype, device=device)
+
+        self.batch = DeviceBatch(
+            token_ids_T=zeros(size, dtype=torch.int64),
+            positions_T=zeros(size, dtype=torch.int64),
+            slots_T=zeros(size, dtype=torch.int64).fill_(-1),
+            rows=PagedRows(
+                query_start_S1=torch.arange(size + 1, dtype=torch.int32, device=device),
+                seq_lens_S=zeros(size, dtype=torch.int32),
+                page_table_SJ=zeros(size, self._width, dtype=torch.int32),
+                max_query_len=1,
+                max_seq_len=kind.max_seq_len,
+            ),
+            sample_rows_S=torch.arange(size, device=device),
+            media=(),
+        )
+
+    def fill(self, batch: DeviceBatch) -> None:
+        """Copies a batch in; queued, like all else."""
+        mine, count = self.batch, batch.token_ids_T.shape[0]
+        width = min(self._width, batch.rows.page_table_SJ.shape[1])
+        mine.token_ids_T[:count].copy_(batch.token_ids_T)
+        mine.positions_T[:count].copy_(batch.positions_T)
+        mine.slots_T[:count].copy_(batch.slots_T)
+        mine.rows.seq_lens_S[:count].copy_(batch.rows.seq_lens_S)
+        mine.rows.page_table_SJ[:count, :width].copy_(batch.rows.page_table_SJ[:, :width])
+        if count < self._in_use:
+            mine.slots_T[count : self._in_use].fill_(-1)
+            mine.rows.seq_lens_S[count : self._in_use].zero_()
+        self._in_use = count
+
+
+class DecodeGraphs:
+    """A forward that replays decode steps, and runs all others as they are.
+
+    Args:
+        forward: the model's.
+        caches: those every call comes with.
+        record: how steps are recorded.
+        page_tokens: tokens B of a page.
+        max_sequences: rows of the largest batch worth recording.
+        budget_bytes: device memory of all recordings; at the bound no more are made.
+    """
+
+    def __init__(
+        self,
+        forward: Forward,
+        caches: LayerCache,
+        *,
+        record: Record,
+        page_tokens: int,
+        max_sequences: int,
+        budget_bytes: int,
+    ) -> None:
+        self._forward = forward
+        self._caches = caches
+        self._record = record
+        self._page_tokens = page_tokens
+        self._sizes = sorted({*(size for size in SIZES if size < max_sequences), max_sequences})
+        self._budget_bytes = budget_bytes
+        self._uses: dict[_Kind, int] = {}
+        self._recorded: dict[_Kind, tuple[_Inputs, Recording]] = {}
+        self._failed: set[_Kind] = set()
+        self.num_bytes = 0
+        self.num_replays = 0
+
+    def __call__(self, batch: DeviceBatch, caches: LayerCache) -> Tensor:
+        assert caches is self._caches
+        kind = self._kind(batch)
+        found = None if kind is None else self._find(kind, batch.token_ids_T.device)
+        if found is None:
+            return self._forward(batch, caches)
+        inputs, recording = found
+        inputs.fill(batch)
+        self.num_replays += 1
+        return recording.replay()[: batch.token_ids_T.shape[0]]
+
+    def _kind(self, batch: DeviceBatch) -> _Kind | None:
+        """What recording would serve a batch; None if it is no decode step of a recorded size."""
+        num_rows = batch.rows.seq_lens_S.shape[0]
+        is_decode = batch.rows.max_query_len == 1 and batch.sample_rows_S.shape[0] == num_rows
+        if batch.media or not is_decode or num_rows > self._sizes[-1]:
+            return None
+        size = next(size for size in self._sizes if size >= num_rows)
+        reach = SHORT_TOKENS
+        while reach < batch.rows.max_seq_len:
+            reach *= 2
+        return _Kind(size, reach)
+
+    def _find(self, kind: _Kind, device: torch.device) -> tuple[_Inputs, Recording] | None:
+        found = self._recorded.get(kind)
+        if found is not None or kind in self._failed:
+            return found
+        self._uses[kind] = self._uses.get(kind, 0) + 1
+        is_full = self.num_bytes >= self._budget_bytes
+        if is_full or self._uses[kind] < USES_BEFORE_RECORDING:
+            return None
+        inputs = _Inputs(kind, self._page_tokens, device)
+        try:
+            recording = self._record(lambda: self._forward(inputs.batch, self._caches))
+        except torch.AcceleratorError:
+            raise
+        except Exception:  # noqa: BLE001 - this kind of step goes on as it is
+            self._failed.add(kind)
+            _log.exception("graph_failed rows=%d max_seq_len=%d", kind.num_rows, kind.max_seq_len)
+            return None
+        self.num_bytes += recording.num_bytes
+        self._recorded[kind] = found = (inputs, recording)
+        _log.info(
+            "graph_recorded rows=%d max_seq_len=%d bytes=%d total_bytes=%d budget_bytes=%d",
+            kind.num_rows,
+            kind.max_seq_len,
+            recording.num_bytes,
+            self.num_bytes,
+            self._budget_bytes,
+        )
+        return found
+
+
+class _CudaRecording:
+    def __init__(self, graph: torch.cuda.CUDAGraph, output: Tensor, num_bytes: int) -> None:
+        self._graph = graph
+        self._output = output
+        self.num_bytes = num_bytes
+
+    def replay(self) -> Tensor:
+        self._graph.replay()
+        return self._output
+
+
+class CudaRecorder:
+    """Records CUDA graphs that share one pool of memory: they never run at the same time.
+
+    Args:
+        device: a CUDA device.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._pool = torch.cuda.graph_pool_handle()
+
+    def __call__(self, run: Callable[[], Tensor]) -> Recording:
+        """Runs once to compile and set up what is made at first use, then records."""
+        before = torch.cuda.memory_reserved(self._device)
+        side = torch.cuda.Stream(self._device)
+        side.wait_stream(torch.cuda.current_stream(self._device))
+        with torch.cuda.stream(side):
+            run()
+        torch.cuda.current_stream(self._device).wait_stream(side)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=self._pool):
+            output = run()
+        return _CudaRecording(
+            graph, output, max(0, torch.cuda.memory_reserved(self._device) - before)
+        )

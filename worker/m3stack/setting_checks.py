@@ -1,0 +1,47 @@
+"""What a setting's value must be: each gives what is expected, or None if it is good."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+
+def at_least(low: int) -> Callable[[Any], str | None]:
+    return lambda value: None if value >= low else f"at least {low}"
+
+
+def one_of(names: tuple[str, ...]) -> Callable[[Any], str | None]:
+    return lambda value: None if value in names else f"one of {', '.join(names)}"
+
+
+def anything(_: Any) -> str | None:
+    return None
+
+
+def fraction(value: float) -> str | None:
+    return None if 0 < value <= 1 else "above 0 and at most 1"
+
+
+def seconds(value: float) -> str | None:
+    return None if 0 < value < math.inf else "a finite number above 0"
+
+
+def drain(value: float) -> str | None:
+    return None if 0 <= value < math.inf else "a finite number, 0 or more"
+
+
+def address(value: str) -> str | None:
+    host, colon, port = value.rpartition(":")
+    is_good = bool(host and colon and port.isascii() and port.isdigit() and int(port) <= 65535)
+    return None if is_good else "host:port, for example 127.0.0.1:50051"
+
+
+def address_or_off(value: str) -> str | None:
+    return None if value == "off" or address(value) is None else "host:port or off"
+
+
+def device(value: str) -> str | None:
+    name, _, index = value.partition(":")
+    is_good = value in ("auto", "cpu", "cuda") or (name == "cuda" and index.isdigit())
+    return None if is_good else "auto, cpu, cuda or cuda:N"
