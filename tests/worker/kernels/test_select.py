@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 
 import pytest
@@ -10,7 +11,7 @@ import torch
 pytest.importorskip("triton")
 
 from m3stack.kernels import select
-from m3stack.kernels.attention import with_torch
+from m3stack.kernels.attention import with_flashinfer, with_torch
 from m3stack.kernels.build import CompilerMissingError, KernelUnavailableError, find_compiler
 from m3stack.kernels.msa.with_cuda import refuse_other_models
 from m3stack.kernels.reference_table import reference_kernels
@@ -205,3 +206,16 @@ def test_a_missing_compiler_is_named(monkeypatch, tmp_path):
     monkeypatch.setattr("m3stack.kernels.build.DEFAULT_HOME", str(tmp_path))
     with pytest.raises(CompilerMissingError, match="CUDA kernels need nvcc"):
         find_compiler()
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"dtype": torch.float32}, "FlashInfer serves torch.bfloat16, torch.float16, got torch.f"),
+        ({"head_dim": 32}, "FlashInfer serves head dims 64, 128, 256, got 32"),
+    ],
+)
+def test_flashinfer_names_what_it_does_not_serve_before_it_compiles(change, said):
+    with_flashinfer.refuse_other_models(M3)
+    with pytest.raises(KernelUnavailableError, match=said):
+        with_flashinfer.refuse_other_models(dataclasses.replace(M3, **change))

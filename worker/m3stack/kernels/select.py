@@ -9,8 +9,7 @@ from enum import StrEnum
 
 import torch
 
-from m3stack.kernels.attention import with_torch
-from m3stack.kernels.attention.with_flashinfer import FlashInferAttention
+from m3stack.kernels.attention import with_flashinfer, with_torch
 from m3stack.kernels.build import KernelUnavailableError
 from m3stack.kernels.interface import Kernels
 from m3stack.kernels.msa.candidates_with_cuda import CandidateLibrary, CudaCandidates
@@ -105,7 +104,8 @@ def _supply(
 def _operations(rung: BackEnd, shape: KernelShape, device: torch.device) -> dict[str, Callable]:
     match rung:
         case BackEnd.FLASHINFER:
-            dense = FlashInferAttention(device)
+            with_flashinfer.refuse_other_models(shape)
+            dense = with_flashinfer.FlashInferAttention(device)
             return {
                 "varlen_attention": dense.varlen_attention,
                 "paged_attention": dense.paged_attention,

@@ -15,6 +15,7 @@ from torch.nn.functional import pad
 
 from m3stack.kernels.build import KernelUnavailableError
 from m3stack.kernels.interface import LayerPages, PagedRows
+from m3stack.kernels.shape import KernelShape
 
 try:
     import flashinfer
@@ -25,6 +26,7 @@ WORKSPACE_BYTES = 256 << 20
 LAYOUT = "HND"
 # other head dims are padded with zeros up to the next of these
 HEAD_DIMS = (64, 128, 256)
+DTYPES = (torch.bfloat16, torch.float16)
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +53,20 @@ class HostRows:
                 lens_S > 0, lens_S - (num_pages_S - 1).clamp(min=0) * page_tokens, 0
             ).to(torch.int32),
             query_start_S1=rows.query_start_S1.cpu(),
+        )
+
+
+def refuse_other_models(shape: KernelShape) -> None:
+    """Raises `KernelUnavailableError` for a model that FlashInfer has no kernels for.
+
+    Said before anything is compiled, which takes FlashInfer minutes.
+    """
+    if shape.dtype not in DTYPES:
+        names = ", ".join(str(dtype) for dtype in DTYPES)
+        raise KernelUnavailableError(f"FlashInfer serves {names}, got {shape.dtype}")
+    if shape.head_dim not in HEAD_DIMS:
+        raise KernelUnavailableError(
+            f"FlashInfer serves head dims {', '.join(map(str, HEAD_DIMS))}, got {shape.head_dim}"
         )
 
 
