@@ -80,6 +80,12 @@ def test_flag_beats_environment_beats_file_beats_default(tmp_path: Path) -> None
             {},
             "max_batch_tokens is 8, expected more than max_sequences (8)",
         ),
+        (
+            {"tensor_parallel": 4, "expert_parallel": 3},
+            {},
+            "expert_parallel is 3, expected a divisor of tensor_parallel (4)",
+        ),
+        ({"shard_index_keys": True}, {}, "shard_index_keys needs tensor_parallel of at least 2"),
     ],
 )
 def test_bad_settings_are_refused_by_name(

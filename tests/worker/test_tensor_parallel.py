@@ -56,6 +56,7 @@ def whole_tokens() -> list[list[int]]:
 
 
 # with four ranks, each has one of four KV heads, with eight, two share one
+@pytest.mark.timeout(240)
 @pytest.mark.parametrize(
     ("ranks", "flags"),
     [
