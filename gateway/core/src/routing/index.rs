@@ -114,6 +114,15 @@ impl PrefixIndex {
 
     /// Notes that a seat holds a page; false if there is no room left to note it.
     pub fn add(&mut self, seat: usize, key: u64) -> bool {
+        self.note(seat, key, 1)
+    }
+
+    /// The same for a page that is to be noted only once; false if it was, too.
+    pub fn add_new(&mut self, seat: usize, key: u64) -> bool {
+        self.note(seat, key, 0)
+    }
+
+    fn note(&mut self, seat: usize, key: u64, again: u32) -> bool {
         if seat >= MAX_SEATS {
             return false;
         }
@@ -122,8 +131,8 @@ impl PrefixIndex {
         }
         match self.by_seat[seat].entry(key) {
             Entry::Occupied(mut count) => {
-                *count.get_mut() += 1;
-                return true;
+                *count.get_mut() += again;
+                return again > 0;
             }
             Entry::Vacant(_) if self.num_pages >= self.max_pages => return false,
             Entry::Vacant(count) => {

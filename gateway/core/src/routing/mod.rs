@@ -5,7 +5,9 @@
 
 mod breaker;
 mod chain;
+mod demand;
 mod index;
+mod price;
 mod router;
 mod seat;
 #[cfg(test)]
@@ -13,6 +15,7 @@ mod tests;
 
 pub use breaker::{Breaker, BreakerPolicy, Outcome};
 pub use chain::{ChainMedia, ChainPrompt, PageKeys, page_keys};
+pub use demand::{CacheNews, Choice, Demand, NoChoice, Reason, Ticket};
 pub use index::{MAX_SEATS, PrefixIndex};
-pub use router::{CacheNews, Choice, Demand, NoChoice, Reason, Router, Ticket};
+pub use router::Router;
 pub use seat::{Health, Policy, SeatId, SeatLoad, Standing};

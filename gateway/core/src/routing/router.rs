@@ -4,91 +4,14 @@ use std::collections::VecDeque;
 use std::sync::Arc;
 
 use super::breaker::Outcome;
-use super::chain::PageKeys;
+use super::demand::{CacheNews, Choice, Demand, NoChoice, Reason, Ticket};
 use super::index::{MAX_SEATS, PrefixIndex};
+use super::price::{Fit, cost, mix, pick};
 use super::seat::{Health, Policy, Seat, SeatId, SeatLoad, Standing};
 
-/// Pages of one request that are expected to appear on its worker; the rest is not worth the time.
-const MAX_EXPECTED_PAGES: usize = 256;
-
-/// What a worker says of the pages it holds.
-#[derive(Clone, Copy, Debug, Default)]
-pub struct CacheNews<'a> {
-    /// Whether everything told before is void.
-    pub is_restart: bool,
-    /// How often the worker has forgotten everything.
-    pub epoch: u64,
-    /// Pages it holds from now on.
-    pub added: &'a [u64],
-    /// Pages it holds no longer.
-    pub removed: &'a [u64],
-}
-
-/// What a request needs of a worker.
-#[derive(Clone, Debug, Default)]
-pub struct Demand {
-    /// Length of the prompt.
-    pub prompt_tokens: u32,
-    /// Prompt and longest output.
-    pub context_tokens: u64,
-    /// Page keys by the cache epoch they belong to.
-    pub chains: Vec<(u64, PageKeys)>,
-    /// Requests of equal affinity go to one worker.
-    pub affinity: Option<u64>,
-    /// A worker that has just failed this request.
-    pub excluded: Option<SeatId>,
-}
-
-/// Why a worker was chosen.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Reason {
-    /// It had the least to do.
-    LeastWait,
-    /// It holds the beginning of the prompt.
-    Cache,
-    /// The request asked for the same worker as others before it.
-    Affinity,
-    /// Who holds the beginning of the prompt, or whom affinity names, has too much to do.
-    Spill,
-}
-
-/// The right to give one request to one worker; [`Router::end`] takes it back.
-#[derive(Debug)]
-pub struct Ticket {
-    /// The worker.
-    pub seat: SeatId,
-    generation: u64,
-    is_trial: bool,
-    expected: Option<PageKeys>,
-    first_expected: usize,
-}
-
-/// A chosen worker.
-#[derive(Debug)]
-pub struct Choice {
-    /// To be given back when the request has ended.
-    pub ticket: Ticket,
-    /// Why this worker.
-    pub reason: Reason,
-    /// Prompt tokens that it is thought to hold.
-    pub matched_tokens: u32,
-}
-
-/// Why there is no worker for a request.
-#[derive(Clone, Copy, Debug, PartialEq)]
-pub enum NoChoice {
-    /// None takes requests.
-    NobodyReady,
-    /// Those that do are too small; the longest context among them.
-    TooLong(u32),
-    /// All that could are left alone for now: they stall or have failed too often.
-    NobodyFit,
-    /// Even the shortest wait is too long.
-    TooBusy {
-        /// That wait.
-        wait_s: f64,
-    },
-}
+/// New pages of one request that are noted as expected of a worker that will tell of them itself;
+/// more would take longer than the choice.
+const MAX_EXPECTED_PAGES: usize = 64;
 
 /// The workers and what is known of them. Times are seconds of one steady clock of the caller's.
 #[derive(Debug)]
@@ -102,7 +25,7 @@ pub struct Router {
     turn: usize,
     // reused between choices
     pages: Vec<u32>,
-    costs: Vec<(f64, u16)>,
+    fit: Vec<Fit>,
 }
 
 impl Router {
@@ -117,7 +40,7 @@ impl Router {
             sent_order: Vec::new(),
             turn: 0,
             pages: Vec::new(),
-            costs: Vec::new(),
+            fit: Vec::new(),
         }
     }
 
@@ -186,10 +109,7 @@ impl Router {
             self.told.remove(place, *key);
         }
         for key in news.added {
-            // notes are counted, but a worker holds a page once
-            if !self.told.holds(place, *key) {
-                self.told.add(place, *key);
-            }
+            self.told.add_new(place, *key);
         }
     }
 
@@ -229,34 +149,47 @@ impl Router {
     /// # Errors
     /// Why nobody can take the request.
     pub fn choose(&mut self, demand: &Demand, now_s: f64) -> Result<Choice, NoChoice> {
-        let mean = self.check_candidates(demand, now_s)?;
+        let mut fit = std::mem::take(&mut self.fit);
+        let choice = self.choose_among(demand, now_s, &mut fit);
+        self.fit = fit;
+        let (place, reason) = choice?;
+        self.take(demand, place, reason).ok_or(NoChoice::NobodyFit)
+    }
+
+    fn choose_among(
+        &mut self,
+        demand: &Demand,
+        now_s: f64,
+        fit: &mut Vec<Fit>,
+    ) -> Result<(usize, Reason), NoChoice> {
+        self.find_fit(demand, now_s, fit);
+        if fit.is_empty() {
+            return Err(self.nobody(demand));
+        }
+        let mean = fit.iter().map(|one| one.requests).sum::<f64>() / fit.len() as f64;
         let limit = mean * self.policy.max_imbalance + self.policy.spare_requests;
         self.match_pages(demand);
-        let sticky = self.sticky(demand, now_s);
         let mut is_spilled = false;
-        if let Some(place) = sticky {
-            let requests = self.seats[place].as_ref().map_or(0.0, Seat::requests);
-            if requests <= limit {
-                return self.take(demand, place, Reason::Affinity).ok_or(NoChoice::NobodyFit);
+        if let Some(sticky) = self.sticky(demand, fit) {
+            if sticky.requests <= limit {
+                return Ok((usize::from(sticky.place), Reason::Affinity));
             }
             is_spilled = true;
         }
-        self.turn = self.turn.wrapping_add(1);
-        let policy = self.policy;
-        let mut costs = std::mem::take(&mut self.costs);
-        costs.clear();
-        for (place, seat) in self.candidates(demand, now_s) {
-            let is_full = seat.requests() > limit;
-            let matched = if is_full { 0.0 } else { f64::from(self.matched(place, seat)) };
-            is_spilled |= is_full && self.matched(place, seat) > 0;
-            costs.push((cost(seat, demand, matched, &policy, now_s), place as u16));
+        for one in fit.iter_mut() {
+            let Some(seat) = &self.seats[usize::from(one.place)] else { continue };
+            let mut matched = self.matched(usize::from(one.place), seat);
+            if one.requests > limit {
+                is_spilled |= matched > 0;
+                matched = 0;
+            }
+            one.cost = cost(seat, demand, (one.requests, matched), &self.policy, now_s);
         }
-        let place = pick(&costs, self.turn);
-        self.costs = costs;
-        let seat = place.and_then(|place| self.seats[place].as_ref());
-        let (Some(place), Some(seat)) = (place, seat) else { return Err(NoChoice::NobodyFit) };
-        let wait_s = seat.queued_tokens() / seat.tokens_per_s(&policy);
-        if wait_s > policy.max_wait_s {
+        self.turn = self.turn.wrapping_add(1);
+        let place = pick(fit, self.turn).ok_or(NoChoice::NobodyFit)?;
+        let seat = self.seats[place].as_ref().ok_or(NoChoice::NobodyFit)?;
+        let wait_s = seat.queued_tokens() / seat.tokens_per_s(&self.policy);
+        if wait_s > self.policy.max_wait_s {
             return Err(NoChoice::TooBusy { wait_s });
         }
         let reason = match (self.matched(place, seat) > 0, is_spilled) {
@@ -264,7 +197,7 @@ impl Router {
             (false, true) => Reason::Spill,
             (false, false) => Reason::LeastWait,
         };
-        self.take(demand, place, reason).ok_or(NoChoice::NobodyFit)
+        Ok((place, reason))
     }
 
     /// A given worker, whatever it has to do; `None` if it has left.
@@ -282,6 +215,10 @@ impl Router {
             return;
         }
         seat.assigned -= 1;
+        let (tokens, num_reports) = ticket.tokens;
+        if num_reports == seat.num_reports {
+            seat.unreported_tokens = seat.unreported_tokens.saturating_sub(tokens);
+        }
         seat.breaker.end(outcome, ticket.is_trial, now_s, &policy);
         // what it computed it has told by now; who does not tell is remembered by `sent_order`
         if let Some(keys) = ticket.expected {
@@ -305,41 +242,29 @@ impl Router {
         }
     }
 
-    fn candidates<'a>(
-        &'a self,
-        demand: &'a Demand,
-        now_s: f64,
-    ) -> impl Iterator<Item = (usize, &'a Seat)> {
-        let is_fit = move |seat: &Seat| {
-            seat.ready.is_some_and(|(standing, _)| {
-                u64::from(standing.max_context_tokens) >= demand.context_tokens
-            }) && seat.health(&self.policy, now_s) == Health::Good
-        };
+    fn find_fit(&self, demand: &Demand, now_s: f64, fit: &mut Vec<Fit>) {
         let excluded = demand.excluded.map(|seat| usize::from(seat.0));
-        self.seats
-            .iter()
-            .enumerate()
-            .filter_map(|(place, seat)| seat.as_ref().map(|seat| (place, seat)))
-            .filter(move |(place, seat)| Some(*place) != excluded && is_fit(seat))
+        fit.clear();
+        for (place, seat) in self.seats.iter().enumerate() {
+            let Some(seat) = seat else { continue };
+            let Some((standing, _)) = seat.ready else { continue };
+            if u64::from(standing.max_context_tokens) >= demand.context_tokens
+                && Some(place) != excluded
+                && seat.health(&self.policy, now_s) == Health::Good
+            {
+                fit.push(Fit { place: place as u16, requests: seat.requests(), cost: 0.0 });
+            }
+        }
     }
 
-    /// The mean number of requests of those that could take this one.
-    fn check_candidates(&self, demand: &Demand, now_s: f64) -> Result<f64, NoChoice> {
-        let (mut count, mut requests) = (0.0, 0.0);
-        for (_, seat) in self.candidates(demand, now_s) {
-            count += 1.0;
-            requests += seat.requests();
-        }
-        if count > 0.0 {
-            return Ok(requests / count);
-        }
+    fn nobody(&self, demand: &Demand) -> NoChoice {
         let ready = self.seats.iter().flatten().filter_map(|seat| seat.ready);
         match ready.map(|(standing, _)| standing.max_context_tokens).max() {
-            None => Err(NoChoice::NobodyReady),
+            None => NoChoice::NobodyReady,
             Some(longest) if u64::from(longest) < demand.context_tokens => {
-                Err(NoChoice::TooLong(longest))
+                NoChoice::TooLong(longest)
             }
-            Some(_) => Err(NoChoice::NobodyFit),
+            Some(_) => NoChoice::NobodyFit,
         }
     }
 
@@ -359,10 +284,13 @@ impl Router {
 
     /// Whom affinity names: for each name the worker with the highest score, so that a worker
     /// that comes or goes moves only its own share.
-    fn sticky(&self, demand: &Demand, now_s: f64) -> Option<usize> {
+    fn sticky(&self, demand: &Demand, fit: &[Fit]) -> Option<Fit> {
         let affinity = demand.affinity?;
-        let score = |seat: &Seat| mix(affinity ^ seat.name.rotate_left(17));
-        self.candidates(demand, now_s).max_by_key(|(_, seat)| score(seat)).map(|(place, _)| place)
+        let score = |one: &&Fit| {
+            let seat = self.seats[usize::from(one.place)].as_ref();
+            seat.map(|seat| mix(affinity ^ seat.name.rotate_left(17)))
+        };
+        fit.iter().max_by_key(score).copied()
     }
 
     fn take(&mut self, demand: &Demand, place: usize, reason: Reason) -> Option<Choice> {
@@ -371,7 +299,9 @@ impl Router {
         let page_tokens = seat.ready.map_or(0, |(standing, _)| standing.page_tokens);
         let matched_tokens = (pages as u32).saturating_mul(page_tokens);
         seat.assigned += 1;
-        seat.unreported_tokens += u64::from(demand.prompt_tokens.saturating_sub(matched_tokens));
+        let tokens = u64::from(demand.prompt_tokens.saturating_sub(matched_tokens));
+        seat.unreported_tokens += tokens;
+        let tokens = (tokens, seat.num_reports);
         let is_trial = seat.breaker.begin();
         let (generation, tells_pages, epoch) = (seat.generation, seat.tells_pages, seat.epoch);
         let keys = demand.chains.iter().find(|(of, _)| *of == epoch).map(|(_, keys)| keys);
@@ -384,6 +314,7 @@ impl Router {
                 seat: SeatId(place as u16),
                 generation,
                 is_trial,
+                tokens,
                 expected: keys.filter(|_| tells_pages),
                 first_expected: pages,
             },
@@ -394,52 +325,22 @@ impl Router {
 
     /// Notes pages that a worker is about to compute.
     fn expect(&mut self, place: usize, tells_pages: bool, keys: &[u64]) {
-        for key in keys.iter().take(MAX_EXPECTED_PAGES) {
-            if tells_pages {
+        if tells_pages {
+            for key in keys.iter().take(MAX_EXPECTED_PAGES) {
                 self.sent.add(place, *key);
-            } else if !self.sent.holds(place, *key) && self.sent.add(place, *key) {
-                let order = &mut self.sent_order[place];
+            }
+            return;
+        }
+        let order = &mut self.sent_order[place];
+        for key in keys.iter().take(self.policy.max_sent_pages) {
+            if self.sent.add_new(place, *key) {
                 order.push_back(*key);
-                if order.len() > self.policy.max_sent_pages
-                    && let Some(oldest) = order.pop_front()
-                {
-                    self.sent.remove(place, oldest);
-                }
+            }
+            if order.len() > self.policy.max_sent_pages
+                && let Some(oldest) = order.pop_front()
+            {
+                self.sent.remove(place, oldest);
             }
         }
     }
-}
-
-/// Seconds to the first token, and what the request makes others wait.
-fn cost(seat: &Seat, demand: &Demand, matched: f64, policy: &Policy, now_s: f64) -> f64 {
-    let own = (f64::from(demand.prompt_tokens) - matched).max(0.0);
-    let page_tokens = seat.ready.map_or(0, |(standing, _)| standing.page_tokens);
-    // a request that finds no free page waits for others to end
-    let free = f64::from(seat.load.total_pages.saturating_sub(seat.load.used_pages));
-    let lacking = if seat.load.total_pages == 0 {
-        0.0
-    } else {
-        (own - free * f64::from(page_tokens)).max(0.0)
-    };
-    // ours is waited for by those behind it: joining who computes it already spares them that
-    let work = own * policy.work_weight + lacking + seat.requests() * policy.request_tokens;
-    let tokens = seat.queued_tokens() + work;
-    (tokens + policy.request_tokens) / seat.tokens_per_s(policy) / seat.share(policy, now_s)
-}
-
-/// The cheapest; equals take turns.
-fn pick(costs: &[(f64, u16)], turn: usize) -> Option<usize> {
-    let least = costs.iter().map(|(cost, _)| *cost).min_by(f64::total_cmp)?;
-    let is_equal = |cost: f64| cost <= least + least.abs() * 1e-9;
-    let equals = costs.iter().filter(|(cost, _)| is_equal(*cost));
-    let count = equals.clone().count();
-    equals.skip(turn % count).map(|(_, place)| usize::from(*place)).next()
-}
-
-/// Source: the finalizer of splitmix64.
-fn mix(value: u64) -> u64 {
-    let mut mixed = value.wrapping_add(0x9e37_79b9_7f4a_7c15);
-    mixed = (mixed ^ (mixed >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
-    mixed = (mixed ^ (mixed >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
-    mixed ^ (mixed >> 31)
 }

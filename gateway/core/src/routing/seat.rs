@@ -108,6 +108,7 @@ pub(super) struct Seat {
     assigned_then: i64,
     /// Prompt tokens given since the load was told.
     pub(super) unreported_tokens: u64,
+    pub(super) num_reports: u64,
     moved_at_s: f64,
 }
 
@@ -124,6 +125,7 @@ impl Seat {
             assigned: 0,
             assigned_then: 0,
             unreported_tokens: 0,
+            num_reports: 0,
             moved_at_s: 0.0,
         }
     }
@@ -137,6 +139,7 @@ impl Seat {
         self.load = load;
         self.assigned_then = self.assigned;
         self.unreported_tokens = 0;
+        self.num_reports += 1;
     }
 
     /// Requests it has, by its own last word and by what was sent and has ended since.

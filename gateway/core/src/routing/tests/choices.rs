@@ -103,7 +103,6 @@ fn who_does_not_tell_its_pages_is_remembered_by_what_was_sent() {
     let first = router.choose(&demand, 0.0).unwrap();
     let seat = first.ticket.seat;
     router.end(first.ticket, Outcome::Served, 0.0);
-    router.report(seat, SeatLoad::default(), 0.0);
     let again = router.choose(&demand, 0.0).unwrap();
     assert_eq!((again.ticket.seat, again.matched_tokens), (seat, 3 * PAGE));
 
