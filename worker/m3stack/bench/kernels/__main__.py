@@ -10,10 +10,16 @@ from pathlib import Path
 
 import torch
 
-from m3stack.bench.kernels import decode, moe, prefill, prologue, report
+from m3stack.bench.kernels import decode, fp8_prefill, layouts, moe, prefill, prologue, report
 from m3stack.bench.kernels.harness import Case, measure_ceilings, run_case
 
-CASES: tuple[Case, ...] = (*decode.CASES, *prefill.CASES, *prologue.CASES)
+CASES: tuple[Case, ...] = (
+    *decode.CASES,
+    *layouts.CASES,
+    *prefill.CASES,
+    *fp8_prefill.CASES,
+    *prologue.CASES,
+)
 
 
 def main(arguments: list[str]) -> int:

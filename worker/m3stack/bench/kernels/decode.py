@@ -51,6 +51,8 @@ INDEX_BYTES = 2.0 * HEAD_DIM
 COPY_BYTES = HEAD_DIM + 4.0
 # bf16 weights and outputs against an fp32 softmax
 ATTENTION_LIMIT = 6e-3
+# longer rows would keep the scorer of one program a request for seconds
+MAX_SERIAL_KEYS = 1 << 15
 
 
 class DecodeKernels(Protocol):
@@ -67,20 +69,23 @@ class DecodeKernels(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class DecodeShape:
-    """Requests, keys each, query rows each."""
+    """Requests, keys each, query rows each, and leading keys that all requests have in common."""
 
     batch: int
     seq_len: int
     num_rows: int = 1
+    shared_len: int = 0
 
     def describe(self) -> str:
         """Reads like the issue's table."""
         rows = "" if self.num_rows == 1 else f", {self.num_rows} rows a request"
-        return f"B={self.batch}, {self.seq_len} keys{rows}, 64 q and 4 KV heads"
+        shared = f", the first {self.shared_len} shared" if self.shared_len else ""
+        return f"B={self.batch}, {self.seq_len} keys{shared}{rows}, 64 q and 4 KV heads"
 
     def index_bytes(self, bytes_per_token: float = INDEX_BYTES) -> float:
-        """Index keys, each read once."""
-        return self.batch * self.seq_len * bytes_per_token
+        """Index keys, each read once, shared ones once for all."""
+        own = self.batch * (self.seq_len - self.shared_len)
+        return (own + self.shared_len) * bytes_per_token
 
     def attend_bytes(self, bytes_per_value: float = 2.0) -> float:
         """K and V of the chosen blocks of every row and group."""
@@ -94,6 +99,7 @@ class DecodeShape:
             num_rows=(self.num_rows,) * self.batch,
             groups=GROUPS,
             heads_per_group=HEADS_PER_GROUP,
+            shared_pages=self.shared_len // BLOCK_TOKENS,
         )
         count = num_input_sets(self.index_bytes() + self.attend_bytes())
         first = make_batch(shape, device="cuda", seed=0, rows_seed=0)
@@ -158,7 +164,10 @@ def prepare_layer(shape: DecodeShape, ceilings: Ceilings) -> Prepared:
         "attend": attend,
         "triton": calls_on(partial(decode_layer, with_triton.TritonDecode()), batches),
     }
-    if shape.num_rows == 1:
+    if shape.seq_len <= MAX_SERIAL_KEYS:
+        serial = with_triton.TritonDecode(pages_per_program=shape.seq_len // BLOCK_TOKENS)
+        peers["choose, one program a request"] = calls_on(partial(choose, serial), batches)
+    if shape.num_rows == 1 and not shape.shared_len:
         peers |= dense_decode_calls(batches, SCALE)
     return Prepared(
         check=partial(check_layer, kernels, batches[0]),
@@ -263,10 +272,13 @@ LAYERS = {
     "decode_b64_32k": DecodeShape(64, 1 << 15),
     "decode_b1_8k": DecodeShape(1, 1 << 13),
     "decode_b8_128k_4rows": DecodeShape(8, 1 << 17, num_rows=4),
+    "decode_b8_128k": DecodeShape(8, 1 << 17),
+    "decode_b8_128k_shared": DecodeShape(8, 1 << 17, shared_len=120 << 10),
 }
 TWO_STAGES = {
     "decode_exact2_b1_1m": DecodeShape(1, 1 << 20),
     "decode_exact2_b8_512k": DecodeShape(8, 1 << 19),
+    "decode_exact2_b64_32k": DecodeShape(64, 1 << 15),
 }
 FP8 = {
     "attend_fp8_b8_32k": DecodeShape(8, 1 << 15),

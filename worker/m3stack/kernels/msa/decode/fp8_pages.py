@@ -18,7 +18,8 @@ class Fp8Pages:
 
     Attributes:
         k_PGBD, v_PGBD: float8_e4m3fn [P, G, B, D].
-        k_scale_PG, v_scale_PG: positive fp32 [P, G], contiguous.
+        k_scale_PG, v_scale_PG: fp32 [P, G], contiguous; powers of two, so that bf16 holds every
+            value that an element stands for.
     """
 
     k_PGBD: Tensor
@@ -28,11 +29,14 @@ class Fp8Pages:
 
 
 def quantise_pages(pool_PGBD: Tensor) -> tuple[Tensor, Tensor]:
-    """Whole pages to e4m3 and their scales, the largest element on the largest e4m3 value.
+    """Whole pages to e4m3 and their scales, the least powers of two at which all elements fit.
 
     Returns:
         float8_e4m3fn [P, G, B, D] and fp32 [P, G].
     """
     exact = pool_PGBD.float()
-    scale_PG = (exact.abs().amax((-1, -2)) / E4M3_MAX).clamp(min=SMALLEST_SCALE)
+    least_PG = (exact.abs().amax((-1, -2)) / E4M3_MAX).clamp(min=SMALLEST_SCALE)
+    mantissa_PG, exponent_PG = torch.frexp(least_PG)  # mantissas from a half up to one
+    exponent_PG = exponent_PG - (mantissa_PG == 0.5).to(exponent_PG.dtype)
+    scale_PG = torch.ldexp(torch.ones_like(least_PG), exponent_PG)
     return (exact / scale_PG[..., None, None]).to(torch.float8_e4m3fn), scale_PG

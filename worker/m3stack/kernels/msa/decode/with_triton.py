@@ -179,13 +179,15 @@ def _merge_kernel(
 class TritonDecode:
     """The two decode operations on any GPU that Triton compiles for."""
 
-    def __init__(self, *, widen: bool = False) -> None:
-        """Keeps how products are made.
+    def __init__(self, *, widen: bool = False, pages_per_program: int = PAGES_PER_PROGRAM) -> None:
+        """Keeps how products are made and how scoring is divided.
 
         Args:
             widen: products in fp32, as Triton's interpreter needs for bf16 operands.
+            pages_per_program: of a request that a scoring program takes.
         """
         self._widen = widen
+        self._pages_per_program = pages_per_program
 
     def choose_blocks(
         self,
@@ -205,12 +207,12 @@ class TritonDecode:
         if num_tokens == 0:
             return blocks_GTK
         columns = max(MIN_COLUMNS, triton.next_power_of_2(rows.max_query_len * groups))
-        _score_kernel[(num_seqs, triton.cdiv(width, PAGES_PER_PROGRAM))](
+        _score_kernel[(num_seqs, triton.cdiv(width, self._pages_per_program))](
             index_q_TGD, index_k_PBD,
             rows.query_start_S1, rows.seq_lens_S, rows.page_table_SJ, keys,
             index_k_PBD.stride(0), rows.page_table_SJ.stride(0), keys.stride(0),
             GROUPS=groups, DIM=dim, PAGE=page_tokens, COLUMNS=columns,
-            PAGES=PAGES_PER_PROGRAM, WIDEN=self._widen, num_warps=4, num_stages=3,
+            PAGES=self._pages_per_program, WIDEN=self._widen, num_warps=4, num_stages=3,
         )  # fmt: skip
         tile = min(MAX_RANKED_AT_ONCE, max(16, triton.next_power_of_2(width)))
         _select_kernel[(num_tokens, groups)](

@@ -1,0 +1,113 @@
+"""Prefill attention over e4m3 pages: widened exactly, chosen pages alone, same as dequantised."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+from m3stack.bench.kernels.batches import BatchShape, MsaBatch, make_batch, written_slots
+from m3stack.bench.kernels.harness import require_close, require_equal
+from m3stack.bench.kernels.prefill_selections import rolling_selection
+from m3stack.kernels.interface import NO_BLOCK, LayerPages
+from m3stack.kernels.msa import reference
+from m3stack.kernels.msa.decode.fp8_pages import Fp8Pages, quantise_pages
+from m3stack.kernels.msa.prefill import block_attention_prefill
+from m3stack.kernels.msa.prefill.cuda_library import PrefillLibrary
+from m3stack.kernels.msa.prefill.widened_pages import block_attention_fp8, widen_chosen
+from m3stack.kernels.msa.prefill.with_cuda import Arm, AttendPolicy, CudaPrefill
+
+# numpy warns about how the interpreter of triton 3.6 reads scalars
+pytestmark = pytest.mark.filterwarnings("ignore:Conversion of an array:DeprecationWarning")
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+SCALE = 128**-0.5
+
+
+def quantised(batch: MsaBatch) -> tuple[Fp8Pages, LayerPages]:
+    """The batch's pages in e4m3, NaN where nothing is written, and what they stand for."""
+    size = torch.rand(batch.pages.k_PGBD.shape[:2], device=DEVICE)[..., None, None]
+    k, k_scale = quantise_pages(batch.pages.k_PGBD * (0.5 + size))
+    v, v_scale = quantise_pages(batch.pages.v_PGBD * (0.01 + 30 * size))
+    exact = LayerPages(
+        k.float() * k_scale[..., None, None], v.float() * v_scale[..., None, None], None
+    )
+    written_PB = written_slots(batch.rows, batch.pages.k_PGBD.shape[0])
+    page, slot = (~written_PB).nonzero(as_tuple=True)
+    for pool in (k.view(torch.uint8), v.view(torch.uint8)):
+        pool[page.to(DEVICE), :, slot.to(DEVICE)] = 0x7F  # NaN in e4m3
+    return Fp8Pages(k, v, k_scale, v_scale), exact
+
+
+def test_scales_are_the_least_powers_of_two_that_hold_a_page():
+    torch.manual_seed(1)
+    pool = torch.randn(6, 2, 16, 16) * 10.0 ** torch.arange(-6, 6).view(6, 2, 1, 1)
+    pool[0, 0], pool[1, 1] = 0.0, 448.0 / 4
+    elements, scale_PG = quantise_pages(pool)
+    mantissa, _ = torch.frexp(scale_PG)
+    assert bool((mantissa == 0.5).all())
+    assert float(scale_PG[1, 1]) == 0.25
+    most = elements.float().abs().amax((-1, -2))
+    assert bool((most <= 448).all())
+    assert bool((most.flatten()[1:] > 200).all())
+    wide = elements.float() * scale_PG[..., None, None]
+    assert torch.equal(wide.to(torch.bfloat16).float(), wide)
+
+
+def test_only_chosen_pages_are_widened_and_found_again():
+    shape = BatchShape(seq_lens=(1500, 0, 400), num_rows=(3, 1, 2), groups=2, heads_per_group=2)
+    batch = make_batch(shape, device=DEVICE, seed=2, poison=False)
+    pages, exact = quantised(batch)
+    blocks_GTK = torch.full((2, 6, 4), NO_BLOCK, dtype=torch.int32, device=DEVICE)
+    blocks_GTK[0, :3, :2] = torch.tensor([1, 11], dtype=torch.int32)
+    # the last one lies behind the row and has no page
+    blocks_GTK[1, 4:, :3] = torch.tensor([0, 3, 90], dtype=torch.int32)
+    wide, rows = widen_chosen(pages, blocks_GTK, batch.rows, torch.bfloat16)
+    table = batch.rows.page_table_SJ
+    for sequence, block in ((0, 1), (0, 11), (2, 0), (2, 3)):
+        new = wide.k_PGBD[int(rows.page_table_SJ[sequence, block])].float()
+        old = exact.k_PGBD[int(table[sequence, block])]
+        last = min(128, int(batch.rows.seq_lens_S[sequence]) - block * 128)
+        assert torch.equal(new[:, :last], old[:, :last])
+    assert int(rows.page_table_SJ.max()) == 3
+
+
+@pytest.mark.parametrize("new_blocks", [2, 15])
+def test_attention_over_e4m3_pages_is_that_over_what_they_stand_for(new_blocks):
+    torch.set_num_threads(1)
+    shape = BatchShape(seq_lens=(2600, 300), num_rows=(9, 5), groups=1, heads_per_group=4)
+    batch = make_batch(shape, device=DEVICE, seed=3, poison=False, dtype=torch.float16)
+    pages, exact = quantised(batch)
+    blocks_GTK = rolling_selection(batch.rows, 14, 1, new_blocks, seed=4)
+    inputs = (blocks_GTK, batch.rows, SCALE)
+    actual = block_attention_fp8(block_attention_prefill, batch.q_THD, pages, *inputs)
+    expected = reference.block_attention(batch.q_THD.float(), exact, *inputs)
+    # fp16 weights and output
+    require_close(actual, expected, limit=3e-3, what="attention over e4m3 pages")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("arm", [Arm.MEASURED, Arm.UNION, Arm.KEY_MAJOR])
+def test_cuda_arms_serve_widened_pages(arm):
+    shape = BatchShape(seq_lens=(30_001, 0, 900), num_rows=(1500, 1, 333))
+    batch = make_batch(shape, device="cuda", seed=5, poison=False)
+    pages, exact = quantised(batch)
+    blocks_GTK = rolling_selection(batch.rows, 1834, 4, 2, seed=6)
+    kernels = CudaPrefill(PrefillLibrary(), AttendPolicy(arm=arm))
+    inputs = (blocks_GTK, batch.rows, SCALE)
+    actual = block_attention_fp8(kernels.block_attention, batch.q_THD, pages, *inputs)
+    expected = reference.block_attention(batch.q_THD.float(), exact, *inputs)
+    require_close(actual, expected, limit=6e-3, what=arm.name)
+    narrow = LayerPages(exact.k_PGBD.bfloat16(), exact.v_PGBD.bfloat16(), None)
+    require_equal(actual, kernels.block_attention(batch.q_THD, narrow, *inputs), what="bf16 pages")
+    again = dataclasses.replace(batch.rows)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        output = block_attention_fp8(
+            kernels.block_attention, batch.q_THD, pages, blocks_GTK, again, SCALE
+        )
+    graph.replay()
+    require_equal(output, actual, what="replay")
