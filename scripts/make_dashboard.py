@@ -94,6 +94,17 @@ PANELS: tuple[tuple[str, tuple[Panel, ...]], ...] = (
                 "reqps",
                 rate(f"{G}worker_retries_total", GATEWAY, "pod"),
             ),
+            Panel(
+                "Workers chosen, by reason",
+                "reqps",
+                rate(f"{G}routing_choices_total", GATEWAY, "reason"),
+            ),
+            Panel("One choice of a worker", "s", quantiles(f"{G}routing_seconds", GATEWAY)),
+            Panel(
+                "Sent away: all workers too busy",
+                "reqps",
+                rate(f"{G}shed_requests_total", GATEWAY, "pod"),
+            ),
             Panel("Memory", "bytes", gauge("process_resident_memory_bytes", GATEWAY)),
             Panel("Open descriptors", "short", gauge("process_open_fds", GATEWAY)),
             Panel("Template and tokenizer", "s", quantiles(f"{G}prompt_seconds", GATEWAY)),

@@ -177,7 +177,7 @@ def fleet(folder: Path, *, gateway: Path, model: Path, package: Path) -> Iterato
     for host in gateways:
         flags = ["--listen", f"{host.address}:{API_PORT}", "--workers", addresses]
         flags += ["--admin-listen", f"{host.address}:{ADMIN_PORT}", "--allow-anonymous=true"]
-        flags += ["--drain-timeout-s", "20"]
+        flags += ["--drain-timeout-s", "20", "--set", "worker_stall_s=5"]
         command = [str(binary), *common, *flags]
         made.nodes.append(_node(host, command, folder, preload, is_gateway=True))
     try:

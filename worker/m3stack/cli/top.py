@@ -200,6 +200,8 @@ def _workers(pair: Between) -> Text:
         ("ready", "green"),
         ("loading", "yellow"),
         ("draining", "yellow"),
+        ("stalled", "bold red"),
+        ("broken", "bold red"),
         ("refused", "bold red"),
         ("unreachable", "bold red"),
     ):
@@ -240,6 +242,7 @@ GATEWAY_COLUMNS: tuple[tuple[str, Cell], ...] = (
     ("out tok/s", _rate(f"{G}tokens_total", kind="completion")),
     ("errors/s", _bad_rate(f"{G}errors_total")),
     ("retried/s", _bad_rate(f"{G}worker_retries_total")),
+    ("shed/s", _bad_rate(f"{G}shed_requests_total")),
     ("workers", _workers),
     ("MiB", _memory),
 )
