@@ -10,6 +10,10 @@ from collections.abc import Sequence
 BENCHES = {
     "gateway": ("m3stack.bench.gateway", "overhead and throughput against a scripted worker"),
     "worker": ("m3stack.bench.worker", "tokens a second of one worker over gRPC"),
+    "agentic": (
+        "m3stack.bench.agentic.run",
+        "conversations with tools through the engine, arm against arm",
+    ),
     "media": ("m3stack.bench.media", "pictures and clips from bytes to patches"),
     "layers": ("m3stack.bench.layers", "where a step's time goes in layers of the real widths"),
     "kernels": (

@@ -24,6 +24,7 @@ class SchedulerLimits:
         max_growth: the most a step grows to, in multiples of `max_batch_tokens`.
         max_running_per_tenant: sequences of one tenant that run at once; 0 sets no limit.
         max_restored_pages: pages brought back from host memory in a step.
+        prefill_first: while there are prompts, nobody gets a next token; for comparison only.
     """
 
     max_batch_tokens: int
@@ -34,6 +35,7 @@ class SchedulerLimits:
     max_growth: int = 2
     max_running_per_tenant: int = 0
     max_restored_pages: int = 64
+    prefill_first: bool = False
 
     def __post_init__(self) -> None:
         assert self.max_batch_tokens > self.max_sequences > 0
@@ -70,6 +72,9 @@ def split_budget(running: ReadOnlySequence[Sequence], limits: SchedulerLimits) -
     prompts = [s for s in running if s.num_uncomputed > 1]
     if not prompts:
         return shares
+    if limits.prefill_first:
+        shares |= {s.handle: 0 for s in running if s.num_uncomputed == 1}
+        running = prompts
     first, num_decoding = prompts[0], len(running) - len(prompts)
     left = limits.step_tokens(num_decoding=num_decoding, prefix_tokens=first.num_computed)
     left -= num_decoding

@@ -1,0 +1,81 @@
+"""The agentic benchmark asks what it says, checks the answers, and writes its rows."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from m3stack.bench.agentic import run
+from m3stack.bench.agentic.arms import ARMS, grouped_experts
+from m3stack.bench.agentic.trace import TraceShape, conversations, shared_prefix
+from m3stack.kernels.interface import SharedExpert
+from m3stack.kernels.moe.reference import run_experts
+
+
+def test_a_trace_is_the_same_in_every_run_and_of_the_sizes_asked_for() -> None:
+    shape = TraceShape(shared=50, new=(3, 9), output=(2, 5), turns=4)
+    first, again = (conversations(shape, 6, 100) for _ in range(2))
+    assert first == again
+    # more conversations do not change those before
+    assert conversations(shape, 3, 100) == first[:3]
+    for conversation in first:
+        assert len(conversation.turns) == 4
+        for turn in conversation.turns:
+            assert 3 <= len(turn.new_token_ids) <= 9
+            assert 2 <= turn.output_tokens <= 5
+    assert len(shared_prefix(shape, 100)) == 50
+    assert shape.longest == 50 + 4 * 14
+
+
+def test_the_portable_experts_mean_what_the_reference_means() -> None:
+    generator = torch.Generator().manual_seed(3)
+
+    def draw(*shape: int) -> torch.Tensor:
+        return (torch.randn(shape, generator=generator) * 0.2).to(torch.bfloat16)
+
+    experts, width, inner, tokens, per_token = 4, 32, 16, 11, 2
+    ids = torch.stack([torch.randperm(experts, generator=generator)[:2] for _ in range(tokens)])
+    weights = torch.rand(tokens, per_token, generator=generator)
+    arguments = (
+        draw(tokens, width) * 5,
+        draw(experts, 2 * inner, width),
+        draw(experts, width, inner),
+        ids.to(torch.int32),
+        weights,
+        1.702,
+        7.0,
+    )
+    shared = SharedExpert(draw(2 * inner, width), draw(width, inner))
+    given = grouped_experts(*arguments, shared=shared, factor=2.0)
+    expected = run_experts(*arguments, shared=shared, factor=2.0)
+    # bf16 between the two products
+    torch.testing.assert_close(given.float(), expected.float(), rtol=0.05, atol=0.02)
+
+
+def test_the_toy_run_answers_everything_and_reports_it(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "agentic.json"
+    names = ["full", "no_prefix_cache"]
+    arguments = ["--toy", "--concurrency", "2", "--turns", "1", "--shared-tokens", "140"]
+    assert run.main([*arguments, "--arms", *names, "--json", str(file)]) == 0
+    rows = json.loads(file.read_text())["rows"]
+    assert [row["arm"] for row in rows] == names
+    full, anew = rows
+    assert full["output_tokens"] == anew["output_tokens"]
+    assert full["cached_share"] > 0.3
+    assert anew["cached_share"] == 0
+    assert all(row["itl_p99_ms"] > 0 < row["ttft_p50_ms"] for row in rows)
+    assert "no_prefix_cache" in file.with_suffix(".md").read_text()
+    assert file.with_suffix(".svg").read_text().count("polyline") == 2
+    assert "tokens/s" in capsys.readouterr().out
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="they run there")
+def test_arms_that_need_a_gpu_are_refused_by_name(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run.main(["--toy", "--arms", "portable"]) == 2
+    assert "portable" in capsys.readouterr().out
+    assert ARMS["portable"].needs_cuda

@@ -1,0 +1,98 @@
+"""The text and the picture of `m3stack bench agentic`."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from m3stack.bench.agentic.arms import ARMS
+
+Row = dict[str, Any]
+COLOURS = ("#1f6feb", "#2da44e", "#d29922", "#cf222e", "#8250df", "#bf3989", "#1b7c83", "#8b949e")
+WIDTH, HEIGHT, MARGIN = 720, 360, 60
+
+
+def write_report(source: Path) -> None:
+    """Writes a `.md` and a `.svg` beside the rows."""
+    document = json.loads(source.read_text())
+    rows: list[Row] = document["rows"]
+    if not rows:
+        return
+    source.with_suffix(".svg").write_text(picture(rows))
+    source.with_suffix(".md").write_text(text(document, source.with_suffix(".svg").name))
+
+
+def text(document: dict[str, Any], picture_name: str) -> str:
+    """Tables in Markdown."""
+    rows: list[Row] = document["rows"]
+    arms = list(dict.fromkeys(row["arm"] for row in rows))
+    lines = [
+        "# An agentic trace, arm against arm\n",
+        f"`{document['command']}` on {document['machine']}. Conversations share a long beginning, "
+        "which is computed before the time is taken; each turn adds a tool's answer. The model "
+        "has the released widths, few layers and random weights, so ratios between arms are "
+        "those of these layers, not of the whole model.\n",
+        f"![output tokens per second]({picture_name})\n",
+        "| arm | what | concurrency | output tokens/s | of `portable` | first token p50 ms | "
+        "between tokens p99 ms | cached |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
+    base = {
+        (row["arm"], row["concurrency"]): row["output_tokens_per_s"]
+        for row in rows
+        if row["arm"].startswith("portable")
+    }
+    for arm in arms:
+        peer = "portable_mxfp8" if arm.endswith("mxfp8") else "portable"
+        for row in rows:
+            if row["arm"] != arm:
+                continue
+            other = base.get((peer, row["concurrency"]))
+            ratio = f"{row['output_tokens_per_s'] / other:.2f}x" if other else "-"
+            lines.append(
+                f"| {arm} | {ARMS[arm].what} | {row['concurrency']} | "
+                f"{row['output_tokens_per_s']:.1f} | {ratio} | {row['ttft_p50_ms']:.1f} | "
+                f"{row['itl_p99_ms']:.2f} | {row['cached_share']:.0%} |"
+            )
+    lines.append("\nAn arm in MXFP8 is compared with `portable_mxfp8`, the others with `portable`.")
+    return "\n".join(lines) + "\n"
+
+
+def picture(rows: list[Row]) -> str:
+    """Output tokens a second over concurrency, a line an arm, as SVG."""
+    arms = list(dict.fromkeys(row["arm"] for row in rows))
+    steps = sorted({row["concurrency"] for row in rows})
+    top = max(row["output_tokens_per_s"] for row in rows) * 1.05
+    inner_width, inner_height = WIDTH - 220, HEIGHT - 2 * MARGIN
+
+    def place(row: Row) -> tuple[float, float]:
+        across = steps.index(row["concurrency"]) / max(1, len(steps) - 1)
+        up = row["output_tokens_per_s"] / top
+        return MARGIN + across * inner_width, HEIGHT - MARGIN - up * inner_height
+
+    parts = [
+        f'<svg xmlns="http://www.w3.org/2000/svg" width="{WIDTH}" height="{HEIGHT}" '
+        'font-family="sans-serif" font-size="12">',
+        '<rect width="100%" height="100%" fill="white"/>',
+        f'<text x="{MARGIN}" y="24">output tokens a second over concurrency</text>',
+    ]
+    for share in (0.0, 0.25, 0.5, 0.75, 1.0):
+        y = HEIGHT - MARGIN - share * inner_height
+        parts.append(
+            f'<line x1="{MARGIN}" x2="{MARGIN + inner_width}" y1="{y}" y2="{y}" stroke="#ddd"/>'
+            f'<text x="4" y="{y + 4}">{top * share:.0f}</text>'
+        )
+    for index, step in enumerate(steps):
+        x = MARGIN + index / max(1, len(steps) - 1) * inner_width
+        parts.append(f'<text x="{x - 6}" y="{HEIGHT - MARGIN + 18}">{step}</text>')
+    for index, arm in enumerate(arms):
+        colour = COLOURS[index % len(COLOURS)]
+        points = [place(row) for row in rows if row["arm"] == arm]
+        line = " ".join(f"{x:.1f},{y:.1f}" for x, y in points)
+        y = MARGIN + 18 * index
+        parts.append(
+            f'<polyline points="{line}" fill="none" stroke="{colour}" stroke-width="2"/>'
+            f'<text x="{WIDTH - 150}" y="{y}" fill="{colour}">{arm}</text>'
+        )
+    return "\n".join(parts) + "\n</svg>\n"
