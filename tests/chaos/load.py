@@ -165,13 +165,13 @@ class Load:
             (kind,) = source.choices(KINDS, weights=[kind.weight for kind in KINDS])
             outcome = Outcome(kind, source.randrange(len(PROMPTS)), time.monotonic())
             try:
-                await self._ask(client, balancer.order(source), outcome)
+                await self.ask(client, balancer.order(source), outcome)
             finally:
                 outcome.took_s = time.monotonic() - outcome.started_s
                 self.outcomes.append(outcome)
             await asyncio.sleep(source.uniform(0.05, 0.4))
 
-    async def _ask(self, client: httpx.AsyncClient, urls: list[str], outcome: Outcome) -> None:
+    async def ask(self, client: httpx.AsyncClient, urls: list[str], outcome: Outcome) -> None:
         """Sends a request to the first gateway that takes the connection."""
         for url in urls:
             try:

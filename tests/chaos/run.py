@@ -9,6 +9,7 @@ import argparse
 import asyncio
 import json
 import math
+import os
 import platform
 import sys
 import tempfile
@@ -20,7 +21,7 @@ from typing import Any
 
 from m3stack.checkpoints import builtin_checkpoint
 from tests.chaos.faults import FAULTS, Fault
-from tests.chaos.fleet import MODEL, Fleet, Node, fleet
+from tests.chaos.fleet import MODEL, Fleet, fleet
 from tests.chaos.load import ONCE, End, Kind, Load, Outcome
 
 ROOT = Path(__file__).parents[2]
@@ -153,7 +154,7 @@ def _row(
 ) -> dict[str, Any]:
     outcomes = [outcome for spell in spells for outcome in spell.outcomes]
     ends = Counter(outcome.end for outcome in outcomes)
-    wrong = [o for o in outcomes if not _agrees(o, truth)]
+    wrong = [o for o in outcomes if not agrees(o, truth)]
     recoveries = [
         max((o.started_s - spell.from_s for o in spell.outcomes if _is_bad(o, limits)), default=0.0)
         for spell in spells
@@ -189,7 +190,7 @@ def _truth(calm: Spell) -> dict[tuple[str, int], str]:
     return {(o.kind.name, o.prompt): o.text for o in calm.outcomes if o.end is End.ANSWERED}
 
 
-def _agrees(outcome: Outcome, truth: dict[tuple[str, int], str]) -> bool:
+def agrees(outcome: Outcome, truth: dict[tuple[str, int], str]) -> bool:
     """Whether an answer is the true one, or a part that ended early is its beginning."""
     # those who leave ask what those who stay for long ask
     name = "long stream" if outcome.kind.leaves_after else outcome.kind.name
@@ -218,7 +219,7 @@ def _descriptors(samples: list[Sample]) -> dict[str, int]:
 
 
 def _num_cores() -> int:
-    return len(__import__("os").sched_getaffinity(0))
+    return len(os.sched_getaffinity(0))
 
 
 def main() -> int:
@@ -240,10 +241,6 @@ def main() -> int:
     arguments.report.write_text(json.dumps(figures, indent=1) + "\n")
     print(json.dumps(figures["all"], indent=1))
     return 0
-
-
-def ended_well(node: Node) -> bool:
-    return node.process is not None and node.process.poll() is None
 
 
 if __name__ == "__main__":
