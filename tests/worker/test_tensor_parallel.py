@@ -14,7 +14,9 @@ from concurrent.futures import ThreadPoolExecutor
 import psutil
 import pytest
 
+from m3stack.engine.runner import Runner
 from m3stack.errors import ErrorKind, StartupError, WorkerError
+from m3stack.group import RankGroup
 from m3stack.serve import EXIT_DRAINED, EXIT_FAILED, run_worker
 from m3stack.types import Request, Started, WorkerState
 from tests.parity import golden
@@ -43,7 +45,10 @@ def tokens_with(ranks: int, **flags: object) -> list[list[int]]:
         with ThreadPoolExecutor(4) as pool:
             results.extend(pool.map(served.tokens, requests_of_all_sorts()))
 
-    assert serve_around(config(tensor_parallel=ranks, **flags), scenario) == EXIT_DRAINED
+    assert (
+        serve_around(config(golden.DIRECTORY, tensor_parallel=ranks, **flags), scenario)
+        == EXIT_DRAINED
+    )
     return results
 
 
@@ -135,8 +140,8 @@ def test_followers_end_when_the_leader_is_gone() -> None:
     command += ["--model-path", str(golden.DIRECTORY), "--device", "cpu"]
     command += ["--tensor-parallel", "2", "--num-pages", "8"]
     leader = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
+    assert leader.stderr is not None
     try:
-        assert leader.stderr is not None
         for line in leader.stderr:
             if "rank_ready rank=1" in line:
                 break
@@ -155,4 +160,20 @@ def test_a_model_that_cannot_be_split_so_is_refused() -> None:
     # eight heads, four KV heads
     with pytest.raises(StartupError, match=r"cannot be (split|shared)"):
         run_worker(config(tensor_parallel=3))
+    assert not multiprocessing.active_children()
+
+
+class Unstartable:
+    """Ends the process that takes it over."""
+
+    def __reduce__(self) -> tuple[object, tuple[int]]:
+        return os._exit, (7,)
+
+    def __call__(self, *_: object) -> Runner:
+        raise AssertionError("never called")
+
+
+def test_a_rank_that_does_not_start_is_named_at_once() -> None:
+    with pytest.raises(StartupError, match="rank 1 ended with exit code 7"):
+        RankGroup(config(tensor_parallel=2), Unstartable())
     assert not multiprocessing.active_children()

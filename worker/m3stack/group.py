@@ -29,7 +29,8 @@ from m3stack.telemetry import set_up_logging
 
 _log = logging.getLogger(__name__)
 
-# longest that one rank may be behind another in a step, and all of them in starting
+# longest that processes may take to start, and one rank may then be behind another
+START_S = 300.0
 BEHIND_S = 60.0
 # how long ending followers get before they are killed, and a dying one to be seen dead
 GOODBYE_S = 5.0
@@ -107,11 +108,12 @@ class RankGroup:
         self._joined: Joined | None = None
         self.noticed: RankLostError | None = None
         try:
+            self._await_all()
             self._joined = _join(config, store, rank=0)
         except Exception as error:
-            lost = self.lost()
+            reason = self.lost() or f"the ranks could not be joined: {error}"
             self.stop()
-            raise StartupError(str(lost or f"the ranks could not be joined: {error}")) from error
+            raise StartupError(str(reason)) from error
 
     @property
     def joined(self) -> Joined:
@@ -191,6 +193,21 @@ class RankGroup:
             dist.destroy_process_group()
         self._stopped.set()
 
+    def _await_all(self) -> None:
+        """Returns when every follower's process is up; raises as soon as one has ended instead."""
+        waited = dict(zip(self._connections, self._processes, strict=True))
+        deadline = time.monotonic() + START_S
+        while waited:
+            sentinels = [process.sentinel for process in waited.values()]
+            ready = wait([*waited, *sentinels], max(0.0, deadline - time.monotonic()))
+            if not ready:
+                names = ", ".join(process.name for process in waited.values())
+                raise TimeoutError(f"not started within {START_S:g} s: {names}")
+            for connection in [connection for connection in waited if connection in ready]:
+                # an end of file where the process is gone
+                connection.recv_bytes()
+                del waited[connection]
+
     def _send_object(self, what: object) -> None:
         data = pickle.dumps(what, protocol=pickle.HIGHEST_PROTOCOL)
         for connection in self._connections:
@@ -227,6 +244,7 @@ def follow(
         device = choose_hardware(config, rank).device
         if device.type == "cuda":
             torch.cuda.set_device(device)
+        leader.send_bytes(b"up")
         runner = build(config, _join(config, store, rank=rank), receive_setup)
         _log.info("rank_ready rank=%d", rank)
         while True:
