@@ -15,6 +15,7 @@ use crate::config::GatewayConfig;
 use crate::discovery::Discovery;
 use crate::media::MediaLoader;
 use crate::telemetry::Metrics;
+use crate::telemetry::traces::Tracer;
 use crate::tenants::{LimitTable, Tenants};
 use crate::tls::{ServerTls, worker_tls};
 use crate::workers::WorkerPool;
@@ -84,6 +85,8 @@ pub struct App {
     pub admission: Admission,
     /// Threads for long texts.
     pub text_pool: BlockingPool,
+    /// The way to a collector of traces, if there is one.
+    pub tracer: Option<Arc<Tracer>>,
     /// Numbers for operators.
     pub metrics: Arc<Metrics>,
     /// Unix seconds of the start.
@@ -131,6 +134,8 @@ impl App {
         let limits_by_tenant = config.tenant_limits.as_deref().map(LimitTable::read).transpose();
         let limits_by_tenant =
             limits_by_tenant.map_err(|message| file("tenant_limits", message))?;
+        let tracer = config.otlp_endpoint.as_deref().map(Tracer::start).transpose();
+        let tracer = tracer.map_err(|message| file("otlp_endpoint", message))?.map(Arc::new);
         let tenants = Arc::new(Tenants::new(limits_by_tenant.unwrap_or_default()));
         let metrics = Arc::new(Metrics::default());
         let workers =
@@ -150,6 +155,7 @@ impl App {
                 tenants,
                 Arc::clone(&metrics),
             ),
+            tracer,
             text_pool: BlockingPool::new(cores),
             created: unix_now().try_into().unwrap_or(0),
             abort: CancellationToken::new(),

@@ -156,6 +156,16 @@ impl GatewayError {
         self
     }
 
+    /// The same error, its field called by another protocol's name.
+    #[must_use]
+    pub fn renamed(mut self, from: &str, to: &str) -> Self {
+        if self.param.as_deref() == Some(from) {
+            self.param = Some(to.to_owned());
+            self.message = self.message.replacen(from, to, 1);
+        }
+        self
+    }
+
     /// The same error, with an explanation for the log.
     #[must_use]
     pub fn because(mut self, detail: impl Into<String>) -> Self {

@@ -39,7 +39,9 @@ pub async fn chat(
 
     // from here on the worker is asked, media are decoded on demand, and tokens become text:
     // see `Reply`, which does all of it when it is asked for its next step
+    let began = tokio::time::Instant::now();
     let mut job = prepare(app, conversation, visit.body_bytes() > LONG_TEXT_BYTES).await?;
+    visit.trace.phase("prepare", began);
     job.header.tenant.clone_from(&visit.tenant);
     let job = routed(app, job, &visit).await?;
     Ok(Reply::new(app, vec![job], visit, permit))

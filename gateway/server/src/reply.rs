@@ -19,6 +19,7 @@ use crate::error::{ErrorKind, GatewayError};
 use crate::media::PlannedMedia;
 use crate::sample::Sample;
 use crate::telemetry::TokenClass;
+use crate::telemetry::traces::RequestTrace;
 use crate::workers::{RequestHeader, WorkerId};
 
 /// One caller's visit: its names, its clock, the bytes it holds.
@@ -28,6 +29,8 @@ pub struct Visit {
     pub reply_id: String,
     /// The caller's own id.
     pub trace_id: String,
+    /// Where its time goes.
+    pub trace: Arc<RequestTrace>,
     /// Requests of equal affinity go to one worker.
     pub affinity: Option<String>,
     /// On whose behalf; empty for nobody in particular.

@@ -162,6 +162,7 @@ impl Sample {
             request_id: &format!("{}-{}", self.visit.reply_id, self.choice),
             seed: self.seed,
             trace_id: &self.visit.trace_id,
+            trace: &self.visit.trace,
             deadline: self.visit.deadline,
             upload: (!job.media.is_empty()).then(|| upload(&self.app, job)),
         };

@@ -95,7 +95,7 @@ async fn wrong_fields_are_refused_by_name() {
                 (json!({"stop": 5}), 400, "stop"),
                 (json!({"tools": {}}), 400, "tools"),
                 (json!({"top_logprobs": 21, "logprobs": true}), 400, "top_logprobs"),
-                (json!({"response_format": {"type": "json_object"}}), 400, "response_format"),
+                (json!({"response_format": {"type": "xml"}}), 400, "response_format.type"),
             ],
         )
         .await;

@@ -80,10 +80,7 @@ fn conversation(body: &Fields, limits: &Limits) -> Result<Conversation, RequestE
         media,
         generation: read_messages(body, limits)?,
         standing: Standing::read(body)?,
-        stream: StreamWish {
-            stream: body.boolean("stream")?.unwrap_or(false),
-            ..StreamWish::default()
-        },
+        stream: StreamWish::plain(body.boolean("stream")?.unwrap_or(false)),
         continue_final_message: continues,
         add_generation_prompt: !continues,
     })

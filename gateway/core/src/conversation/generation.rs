@@ -23,6 +23,15 @@ pub struct StreamWish {
     pub include_usage: bool,
     /// Token counts in every chunk.
     pub continuous_usage: bool,
+    /// Short pieces of text may wait for more.
+    pub coalesce: bool,
+}
+
+impl StreamWish {
+    /// As protocols without further wishes have it.
+    pub(crate) fn plain(stream: bool) -> Self {
+        Self { stream, coalesce: true, ..Self::default() }
+    }
 }
 
 /// Sampling and ending of one request.
@@ -135,12 +144,13 @@ fn ending(body: &Fields, limits: &Limits) -> Result<Ending, RequestError> {
 pub(super) fn read_stream(body: &Fields) -> Result<StreamWish, RequestError> {
     let stream = body.boolean("stream")?.unwrap_or(false);
     let Some(options) = body.object("stream_options")? else {
-        return Ok(StreamWish { stream, ..StreamWish::default() });
+        return Ok(StreamWish::plain(stream));
     };
     Ok(StreamWish {
         stream,
         include_usage: options.boolean("include_usage")?.unwrap_or(false),
         continuous_usage: options.boolean("continuous_usage_stats")?.unwrap_or(false),
+        coalesce: options.boolean("coalesce")?.unwrap_or(true),
     })
 }
 

@@ -84,7 +84,8 @@ fn what_is_said_is_taken() {
         skip_special_tokens: false,
     };
     assert_eq!(conversation.generation, expected);
-    let stream = StreamWish { stream: true, include_usage: true, continuous_usage: true };
+    let stream =
+        StreamWish { stream: true, include_usage: true, continuous_usage: true, coalesce: true };
     assert_eq!(conversation.stream, stream);
     assert!(!conversation.parallel_tool_calls);
 }

@@ -56,10 +56,7 @@ pub fn check_responses(
         media,
         generation: read_responses(&body, limits)?,
         standing: Standing::read(&body)?,
-        stream: StreamWish {
-            stream: body.boolean("stream")?.unwrap_or(false),
-            ..StreamWish::default()
-        },
+        stream: StreamWish::plain(body.boolean("stream")?.unwrap_or(false)),
         continue_final_message: false,
         add_generation_prompt: true,
     };

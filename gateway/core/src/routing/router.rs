@@ -11,7 +11,7 @@ use super::seat::{Health, Policy, Seat, SeatId, SeatLoad, Standing};
 
 /// New pages of one request that are noted as expected of a worker that will tell of them itself;
 /// more would take longer than the choice.
-const MAX_EXPECTED_PAGES: usize = 64;
+const MAX_EXPECTED_PAGES: usize = 256;
 
 /// The workers and what is known of them. Times are seconds of one steady clock of the caller's.
 #[derive(Debug)]

@@ -9,6 +9,7 @@ use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 use addresses::{admin_address, listen_address, otlp_endpoint, worker_sources};
+use gateway_core::pace::Pace;
 use gateway_core::routing::{BreakerPolicy, Policy};
 use raw::{GatewayKeys, SharedKeys};
 
@@ -119,6 +120,8 @@ pub struct GatewayConfig {
     pub max_buffered_bytes: u64,
     /// Longest life of a request.
     pub request_timeout: Duration,
+    /// How streamed text is cut; `None` sends every token as it comes.
+    pub pace: Option<Pace>,
     /// Time for running requests to finish on SIGTERM.
     pub drain_timeout: Duration,
 }
@@ -220,6 +223,10 @@ fn resolve(shared: SharedKeys, keys: GatewayKeys) -> Result<GatewayConfig, Confi
         max_buffered_bytes: buffered_bytes(&keys, max_request_bytes)?,
         request_timeout: at_least_one("request_timeout_s", seconds(keys.request_timeout_s, 1800))?,
         drain_timeout: seconds(keys.drain_timeout_s, 30),
+        pace: match keys.stream_hold_ms.unwrap_or(100) {
+            0 => None,
+            hold => Some(Pace::new(Duration::from_millis(hold.into()))),
+        },
         media: media_config(keys)?,
         model_path,
     })

@@ -87,6 +87,10 @@ const TUNING: &[(&str, &str)] = &[
         "A worker that has requests and makes no step for so long gets no more [60].",
     ),
     (
+        "stream_hold_ms",
+        "Streamed text shorter than 5 characters waits so long for more; 0 sends every token [100].",
+    ),
+    (
         "slow_start_s",
         "Time over which a worker that has just become ready is given its full share [10].",
     ),
@@ -231,6 +235,8 @@ pub(super) struct GatewayKeys {
     pub(super) max_queue_wait_s: Option<u32>,
     #[arg(skip)]
     pub(super) worker_stall_s: Option<u32>,
+    #[arg(skip)]
+    pub(super) stream_hold_ms: Option<u32>,
     #[arg(skip)]
     pub(super) slow_start_s: Option<u32>,
     #[arg(skip)]

@@ -32,7 +32,8 @@ async fn respond(app: &Arc<App>, request: Request) -> Result<Response, GatewayEr
     let reply = pipeline::chat(app, conversation, visit).await?;
     if wish.stream {
         let words = ChunkWording::new(app, &reply, wish, has_logprobs);
-        return sse::respond(app, reply, words).await;
+        let pace = app.config.pace.filter(|_| wish.coalesce);
+        return sse::respond(app, reply, words, pace).await;
     }
     Ok(json_response(&whole(app, reply, has_logprobs).await?))
 }

@@ -44,7 +44,7 @@ async fn respond(app: &Arc<App>, request: Request, id: &str) -> Result<Response,
         end: None,
     };
     if is_stream {
-        return sse::respond(app, reply, words).await;
+        return sse::respond(app, reply, words, app.config.pace).await;
     }
     Ok(json_response(&whole(reply, words).await?))
 }
@@ -124,11 +124,8 @@ const fn form(kind: ErrorKind) -> (u16, &'static str) {
 }
 
 /// Stages after the translation name what a chat calls it.
-fn in_own_words(mut error: GatewayError) -> GatewayError {
-    if error.param.as_deref() == Some("response_format") {
-        error.param = Some("output_config.format".to_owned());
-    }
-    error
+fn in_own_words(error: GatewayError) -> GatewayError {
+    error.renamed("response_format", "output_config.format")
 }
 
 fn with_id(mut response: Response, id: &str) -> Response {

@@ -92,16 +92,18 @@ async fn receive(
     max_bytes: u64,
 ) -> Result<(RequestBody, Visit), GatewayError> {
     let arrived = Instant::now();
-    let trace_id = RequestIds::of(&request).trace_id;
+    let RequestIds { trace_id, trace } = RequestIds::of(&request);
     let Tenant(tenant) = request.extensions().get().cloned().unwrap_or_default();
     let affinity = request.headers().get("x-session-affinity").and_then(|text| text.to_str().ok());
     let affinity = affinity.filter(|text| !text.is_empty()).map(str::to_owned);
     let (bytes, lease) = body::read(app, request.into_body(), max_bytes).await?;
     let is_long = lease.bytes() > LONG_BODY_BYTES;
     let parsed = run_text(app, is_long, move |_| RequestBody::parse(&bytes)).await?;
+    trace.phase("receive", arrived);
     let visit = Visit {
         reply_id: format!("{reply_prefix}-{}", observe::fresh_id()),
         trace_id,
+        trace,
         affinity,
         tenant,
         arrived,

@@ -21,8 +21,10 @@ use super::refuse;
 use crate::app::App;
 use crate::error::{ErrorKind, GatewayError};
 use crate::telemetry::RouteLabel;
+use crate::telemetry::traces::{RequestTrace, TraceContext};
 
 const REQUEST_ID: HeaderName = HeaderName::from_static("x-request-id");
+const TRACEPARENT: HeaderName = HeaderName::from_static("traceparent");
 const MAX_ID_BYTES: usize = 128;
 
 /// The names of one request.
@@ -30,12 +32,17 @@ const MAX_ID_BYTES: usize = 128;
 pub struct RequestIds {
     /// The caller's own id, or one made here; goes back in `x-request-id` and into every log line.
     pub trace_id: String,
+    /// Where its time goes.
+    pub trace: Arc<RequestTrace>,
 }
 
 impl RequestIds {
     /// Those of a request that has passed through here.
     pub fn of(request: &Request) -> Self {
-        request.extensions().get().cloned().unwrap_or_else(|| Self { trace_id: fresh_id() })
+        request.extensions().get().cloned().unwrap_or_else(|| Self {
+            trace_id: fresh_id(),
+            trace: Arc::new(RequestTrace::begin(TraceContext::of(None), None)),
+        })
     }
 }
 
@@ -53,15 +60,21 @@ pub(super) async fn answer(app: Arc<App>, router: Router, mut request: Request) 
         .and_then(|value| value.to_str().ok())
         .filter(|id| !id.is_empty() && id.len() <= MAX_ID_BYTES)
         .map_or_else(fresh_id, str::to_owned);
+    let traceparent = request.headers().get(TRACEPARENT).and_then(|value| value.to_str().ok());
+    let context = TraceContext::of(traceparent);
+    let trace = Arc::new(RequestTrace::begin(context, app.tracer.clone()));
     let mut observation = Observation {
         app: Arc::clone(&app),
         route: route_label(request.uri().path()),
         began: Instant::now(),
         status: 499,
-        span: tracing::info_span!("request", request_id = %trace_id),
+        span: tracing::info_span!("request", request_id = %trace_id,
+            trace_id = %context.trace_id_hex()),
+        request_id: trace_id.clone(),
+        trace: Arc::clone(&trace),
     };
     let header = HeaderValue::try_from(&trace_id).ok();
-    request.extensions_mut().insert(RequestIds { trace_id });
+    request.extensions_mut().insert(RequestIds { trace_id, trace });
 
     let handling = AssertUnwindSafe(router.oneshot(request)).catch_unwind();
     let outcome = handling.instrument(observation.span.clone()).await;
@@ -99,6 +112,7 @@ fn route_label(path: &str) -> RouteLabel {
         "/tokenize" | "/v1/tokenize" => RouteLabel::Tokenize,
         "/detokenize" | "/v1/detokenize" => RouteLabel::Detokenize,
         "/health" | "/ready" | "/metrics" | "/version" => RouteLabel::Operations,
+        _ if path.starts_with("/admin/") => RouteLabel::Operations,
         _ if path == "/v1/models" || path.starts_with("/v1/models/") => RouteLabel::Models,
         _ => RouteLabel::Other,
     }
@@ -111,6 +125,8 @@ struct Observation {
     began: Instant,
     status: u16,
     span: tracing::Span,
+    request_id: String,
+    trace: Arc<RequestTrace>,
 }
 
 impl Drop for Observation {
@@ -123,6 +139,9 @@ impl Drop for Observation {
         let _inside = self.span.enter();
         let (status, route) = (self.status, self.route);
         let taken_ms = taken.as_secs_f64() * 1e3;
+        if !matches!(route, RouteLabel::Operations) {
+            self.trace.finish(&self.request_id, route.label(), status);
+        }
         if matches!(route, RouteLabel::Operations) {
             tracing::debug!(?route, status, taken_ms, "answered");
         } else {

@@ -17,13 +17,10 @@ use crate::reply::{Reply, ReplyStep};
 
 /// `POST /v1/responses`
 pub(super) async fn create(State(app): State<Arc<App>>, request: Request) -> Response {
-    respond(&app, request).await.unwrap_or_else(|mut error| {
-        // stages after the translation name what a chat calls it
-        if error.param.as_deref() == Some("response_format") {
-            error.param = Some("text.format".to_owned());
-        }
-        refuse(&app, &error)
-    })
+    // stages after the translation name what a chat calls it
+    respond(&app, request)
+        .await
+        .unwrap_or_else(|error| refuse(&app, &error.renamed("response_format", "text.format")))
 }
 
 async fn respond(app: &Arc<App>, request: Request) -> Result<Response, GatewayError> {
@@ -39,7 +36,7 @@ async fn respond(app: &Arc<App>, request: Request) -> Result<Response, GatewayEr
     let folder = ResponseFolder::new(&id, created_at, model, echo);
     let words = ItemWording { folder, reason: None };
     if is_stream {
-        return sse::respond(app, reply, words).await;
+        return sse::respond(app, reply, words, app.config.pace).await;
     }
     Ok(json_response(&whole(reply, words).await?))
 }

@@ -81,6 +81,9 @@ async fn drain(app: &App, connections: &mut JoinSet<()>) {
         let _ = tokio::time::timeout(LAST_WORDS, all_gone(connections)).await;
     }
     connections.shutdown().await;
+    if let Some(tracer) = &app.tracer {
+        tracer.finish().await;
+    }
     app.discovery.stop();
     app.workers.stop();
 }

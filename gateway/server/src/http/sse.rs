@@ -10,7 +10,9 @@ use axum::response::Response;
 use bytes::{BufMut, Bytes, BytesMut};
 use futures::FutureExt;
 use futures::stream;
+use gateway_core::pace::{Pace, Pacer};
 use serde::Serialize;
+use tokio::time::Instant;
 
 use super::{observe, record};
 use crate::app::App;
@@ -87,6 +89,7 @@ pub(super) async fn respond<W: Wording>(
     app: &Arc<App>,
     mut reply: Reply,
     wording: W,
+    pace: Option<Pace>,
 ) -> Result<Response, GatewayError> {
     let first = match tokio::time::timeout(KEEP_ALIVE, reply.next()).await {
         Ok(Err(error)) => return Err(error),
@@ -94,8 +97,10 @@ pub(super) async fn respond<W: Wording>(
         // nothing yet, but nothing wrong: the status can wait no longer than proxies do
         Err(_) => None,
     };
+    let pace = Paced::new(pace, reply.num_samples());
     let writer = Writer {
         app: Arc::clone(app),
+        pace,
         reply,
         wording,
         waiting: first,
@@ -119,8 +124,54 @@ pub(super) async fn respond<W: Wording>(
     Ok(response)
 }
 
+/// The text of every sample, held to a pace; without one all goes out as it comes.
+struct Paced {
+    samples: Vec<Pacer>,
+    began: Instant,
+}
+
+impl Paced {
+    fn new(pace: Option<Pace>, num_samples: u32) -> Self {
+        let samples = pace.into_iter().flat_map(|pace| (0..num_samples).map(move |_| pace));
+        Self { samples: samples.map(Pacer::new).collect(), began: Instant::now() }
+    }
+
+    /// What of a step goes out now; `None` if nothing does.
+    fn add(&mut self, mut step: ReplyStep) -> Option<ReplyStep> {
+        let now = self.began.elapsed();
+        let Some(pacer) = self.samples.get_mut(step.choice as usize) else { return Some(step) };
+        let mut released = pacer.add(step.deltas, step.logprobs, now);
+        if step.end.is_some() {
+            let last = pacer.release();
+            released.deltas.extend(last.deltas);
+            released.logprobs.extend(last.logprobs);
+        }
+        (step.deltas, step.logprobs) = (released.deltas, released.logprobs);
+        let is_empty = step.deltas.is_empty() && step.logprobs.is_empty() && step.end.is_none();
+        (!is_empty).then_some(step)
+    }
+
+    /// When the first text that waits must go out.
+    fn due(&self) -> Option<Instant> {
+        self.samples.iter().filter_map(Pacer::due).min().map(|due| self.began + due)
+    }
+
+    /// Text that has waited until `now`.
+    fn release(&mut self, now: Instant) -> Vec<ReplyStep> {
+        let now = now - self.began;
+        let is_due = |pacer: &Pacer| pacer.due().is_some_and(|due| due <= now);
+        let samples = (0..).zip(&mut self.samples).filter(|(_, pacer)| is_due(pacer));
+        let steps = samples.map(|(choice, pacer)| {
+            let released = pacer.release();
+            ReplyStep { choice, deltas: released.deltas, logprobs: released.logprobs, end: None }
+        });
+        steps.collect()
+    }
+}
+
 struct Writer<W> {
     app: Arc<App>,
+    pace: Paced,
     reply: Reply,
     wording: W,
     /// Read from the reply and not yet written.
@@ -133,31 +184,41 @@ struct Writer<W> {
 impl<W: Wording> Writer<W> {
     /// The next bytes; `None` when all is said.
     async fn write(&mut self) -> Option<Bytes> {
-        if self.is_over {
-            return None;
-        }
-        let was_fresh = std::mem::take(&mut self.fresh);
-        let next = match self.waiting.take() {
-            Some(next) => Some(next),
-            None if was_fresh => None,
-            None => tokio::time::timeout(KEEP_ALIVE, self.caught_next()).await.ok(),
-        };
         let mut frames = Frames::default();
-        if was_fresh {
+        if std::mem::take(&mut self.fresh) {
             self.wording.begin(&self.reply, &mut frames);
+            match self.waiting.take() {
+                Some(next) => self.put(next, &mut frames),
+                None => self.wording.keep_alive(&mut frames),
+            }
         }
-        let Some(next) = next else {
-            self.wording.keep_alive(&mut frames);
-            return Some(frames.bytes.freeze());
-        };
-        self.put(next, &mut frames);
+        while !self.is_over && frames.bytes.is_empty() {
+            self.wait(&mut frames).await;
+        }
         while !self.is_over && frames.bytes.len() < WRITE_BYTES {
             match self.caught_next().now_or_never() {
                 Some(next) => self.put(next, &mut frames),
                 None => break,
             }
         }
-        Some(frames.bytes.freeze())
+        (!frames.bytes.is_empty()).then(|| frames.bytes.freeze())
+    }
+
+    /// Waits for the next step, for text that is due, or for the silence to become too long.
+    async fn wait(&mut self, frames: &mut Frames) {
+        let silence = Instant::now() + KEEP_ALIVE;
+        let due = self.pace.due().filter(|due| *due < silence);
+        match tokio::time::timeout_at(due.unwrap_or(silence), self.caught_next()).await {
+            Ok(next) => self.put(next, frames),
+            Err(_) if due.is_some() => self.release(Instant::now(), frames),
+            Err(_) => self.wording.keep_alive(frames),
+        }
+    }
+
+    fn release(&mut self, now: Instant, frames: &mut Frames) {
+        for step in self.pace.release(now) {
+            self.wording.step(step, &self.reply, frames);
+        }
     }
 
     /// A panic in the middle of a stream is an error event like any other.
@@ -170,13 +231,19 @@ impl<W: Wording> Writer<W> {
 
     fn put(&mut self, next: Next, frames: &mut Frames) {
         match next {
-            Ok(Some(step)) => self.wording.step(step, &self.reply, frames),
+            Ok(Some(step)) => {
+                if let Some(step) = self.pace.add(step) {
+                    self.wording.step(step, &self.reply, frames);
+                }
+            }
             Ok(None) => {
                 self.wording.end(&self.reply, frames);
                 self.is_over = true;
             }
             Err(error) => {
                 record(&self.app, &error);
+                // what was made before the failure is shown before it
+                self.release(Instant::now() + KEEP_ALIVE, frames);
                 self.wording.fail(&error, frames);
                 self.is_over = true;
             }

@@ -27,6 +27,11 @@ macro_rules! closed_set {
 
         impl $name {
             const LABELS: &[&str] = &[$($label),+];
+
+            /// As metrics and traces show it.
+            pub fn label(self) -> &'static str {
+                Self::LABELS[self as usize]
+            }
         }
     };
 }

@@ -1,9 +1,10 @@
-//! What the gateway tells its operators: log lines here, numbers in `metrics`.
+//! What the gateway tells its operators: log lines here, numbers in `metrics`, `traces`.
 
 mod caches;
 mod exposition;
 mod metrics;
 mod routing;
+pub mod traces;
 
 pub use caches::CacheClass;
 pub use metrics::{MediaClass, Metrics, RouteLabel, TokenClass};

@@ -1,6 +1,7 @@
 //! Runs one `Generate` on one worker; dropping the events ends the call.
 
 use std::pin::Pin;
+use std::sync::Arc;
 use std::task::{Context, Poll};
 
 use futures::FutureExt;
@@ -16,6 +17,7 @@ use super::upload::ChunkSender;
 use super::wire::{self, RequestHeader, proto};
 use super::{WorkerEvent, WorkerId, WorkerLease};
 use crate::error::{ErrorKind, GatewayError};
+use crate::telemetry::traces::{RequestTrace, WorkerCall};
 
 /// Chunks that may wait for the connection: one in flight, one ready.
 const WAITING_CHUNKS: usize = 2;
@@ -37,6 +39,8 @@ pub struct GenerateCall<'a> {
     pub seed: u64,
     /// The caller's own id, for the worker's log.
     pub trace_id: &'a str,
+    /// The trace that the call is part of.
+    pub trace: &'a Arc<RequestTrace>,
     /// When the request has lived long enough.
     pub deadline: Instant,
     /// Present if the header names media.
@@ -50,6 +54,7 @@ type Upload = BoxFuture<'static, Result<(), GatewayError>>;
 /// this value stops upload, media work and generation, and frees the lease.
 pub struct WorkerEvents {
     lease: WorkerLease,
+    told: Told,
     deadline: Pin<Box<Sleep>>,
     opening: Option<Opening>,
     replies: Option<tonic::Streaming<proto::GenerateResponse>>,
@@ -75,9 +80,20 @@ impl WorkerEvents {
         if let Ok(value) = MetadataValue::try_from(call.trace_id) {
             request.metadata_mut().insert("x-request-id", value);
         }
+        if let Ok(value) = MetadataValue::try_from(call.trace.context.traceparent()) {
+            request.metadata_mut().insert("traceparent", value);
+        }
+        let told = Told {
+            trace: Arc::clone(call.trace),
+            request_id: call.request_id.to_owned(),
+            address: Arc::clone(&lease.address),
+            channel: lease.channel.clone(),
+            began: Instant::now(),
+        };
         let opening = open(lease.channel.clone(), request);
         Self {
             lease,
+            told,
             deadline: Box::pin(tokio::time::sleep_until(call.deadline)),
             opening: Some(opening.boxed()),
             replies: None,
@@ -169,6 +185,27 @@ impl WorkerEvents {
         if let Some(replies) = &mut self.replies {
             let _ = replies.message().now_or_never();
         }
+    }
+}
+
+/// Tells the request's trace of the call when it is over, however it ends.
+struct Told {
+    trace: Arc<RequestTrace>,
+    request_id: String,
+    address: Arc<str>,
+    channel: Channel,
+    began: Instant,
+}
+
+impl Drop for Told {
+    fn drop(&mut self) {
+        self.trace.called(WorkerCall {
+            request_id: std::mem::take(&mut self.request_id),
+            address: Arc::clone(&self.address),
+            channel: self.channel.clone(),
+            began: self.began,
+            ended: Instant::now(),
+        });
     }
 }
 

@@ -15,6 +15,7 @@ pub struct WorkerLease {
     /// The worker.
     pub id: WorkerId,
     pub(super) seat: SeatId,
+    pub(super) address: Arc<str>,
     pub(super) channel: Channel,
     pub(super) lost: CancellationToken,
     shared: Arc<Shared>,
@@ -27,6 +28,7 @@ impl WorkerLease {
         Self {
             id: member.id,
             seat: member.seat,
+            address: Arc::clone(&member.uri),
             channel: member.channel.clone(),
             lost: member.reports.borrow().lost.clone(),
             shared: Arc::clone(shared),

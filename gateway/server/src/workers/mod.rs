@@ -2,6 +2,7 @@
 
 pub mod client;
 mod demand;
+mod explain;
 mod lease;
 mod pool;
 mod session;
@@ -12,6 +13,7 @@ mod wire;
 use std::sync::Arc;
 
 pub use client::{GenerateCall, UploadWork, WorkerEvents};
+pub use explain::{PhaseEntry, explain};
 use gateway_core::routing::SeatLoad;
 pub use lease::WorkerLease;
 pub use pool::WorkerPool;

@@ -47,6 +47,18 @@ impl Report {
             lost: CancellationToken::new(),
         }
     }
+
+    /// The worker has said who it is: the start that was known, or another.
+    fn is_back(&mut self, is_restarted: bool) {
+        if is_restarted {
+            // requests on the earlier start can never end by themselves
+            self.lost.cancel();
+        }
+        // one that was given up and comes back as it was is not lost any more
+        if self.lost.is_cancelled() {
+            self.lost = CancellationToken::new();
+        }
+    }
 }
 
 /// Follows one worker for ever; ends only by being aborted.
@@ -108,13 +120,9 @@ impl Session {
         let mut is_restarted = false;
         self.reports.send_modify(|report| {
             if let Some(identity) = &message.identity {
-                if !known_start.is_empty() && *known_start != identity.worker_id {
-                    // requests on the earlier start can never end by themselves
-                    report.lost.cancel();
-                }
-                if *known_start != identity.worker_id {
-                    is_restarted = true;
-                    report.lost = CancellationToken::new();
+                is_restarted = *known_start != identity.worker_id;
+                report.is_back(is_restarted);
+                if is_restarted {
                     known_start.clone_from(&identity.worker_id);
                     tracing::info!(worker = %self.address, version = %identity.version,
                         model = %identity.model_name, "worker connected");
@@ -194,4 +202,28 @@ fn reason_of(status: &tonic::Status) -> String {
         cause = inner;
     }
     cause.to_string()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_worker_that_was_given_up_and_comes_back_may_have_requests_again() {
+        let mut report = Report::unknown();
+        let earlier = report.lost.clone();
+        report.lost.cancel();
+        report.is_back(false);
+        assert!(earlier.is_cancelled() && !report.lost.is_cancelled());
+    }
+
+    #[test]
+    fn a_word_from_the_same_start_ends_no_requests_and_one_from_another_does() {
+        let mut report = Report::unknown();
+        let first = report.lost.clone();
+        report.is_back(false);
+        assert!(!first.is_cancelled());
+        report.is_back(true);
+        assert!(first.is_cancelled() && !report.lost.is_cancelled());
+    }
 }

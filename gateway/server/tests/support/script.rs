@@ -25,6 +25,8 @@ pub enum Act {
     Length,
     /// Fail with an explained error.
     Fail(proto::ErrorKind, &'static str),
+    /// Fail because a field of the request cannot be kept to.
+    Refuse(&'static str, &'static str),
     /// Fail with a bare status.
     Break(Code),
     /// Wait until the test says so.
@@ -68,7 +70,12 @@ pub async fn play(
             }
             Act::Stop => finish(header, said, proto::FinishReason::Stop, sender).await?,
             Act::Length => finish(header, said, proto::FinishReason::Length, sender).await?,
-            Act::Fail(kind, message) => return Err(explained(kind, message)),
+            Act::Fail(kind, message) => {
+                return Err(explained(kind, message, "sampling.top_p"));
+            }
+            Act::Refuse(param, message) => {
+                return Err(explained(proto::ErrorKind::InvalidRequest, message, param));
+            }
             Act::Break(code) => return Err(Status::new(code, "bare")),
             Act::Wait(notify) => notify.notified().await,
             Act::Keep => *holds.lock().unwrap() = Holds::Everything,
@@ -100,7 +107,7 @@ pub async fn say(sender: &Sender, body: proto::generate_response::Body) -> Resul
     sender.send(Ok(response)).await.map_err(|_| Status::cancelled("the gateway has left"))
 }
 
-fn explained(kind: proto::ErrorKind, message: &str) -> Status {
+fn explained(kind: proto::ErrorKind, message: &str, param: &str) -> Status {
     use prost::Message;
     use proto::ErrorKind as Kind;
     let code = match kind {
@@ -111,11 +118,8 @@ fn explained(kind: proto::ErrorKind, message: &str) -> Status {
         Kind::Cancelled => Code::Cancelled,
         Kind::Internal | Kind::Unspecified => Code::Internal,
     };
-    let detail = proto::ErrorDetail {
-        kind: kind.into(),
-        message: message.into(),
-        param: "sampling.top_p".into(),
-    };
+    let detail =
+        proto::ErrorDetail { kind: kind.into(), message: message.into(), param: param.into() };
     let mut trailers = MetadataMap::new();
     let value = BinaryMetadataValue::from_bytes(&detail.encode_to_vec());
     trailers.insert_bin("m3stack-error-bin", value);
