@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from m3stack.batch import DeviceBatch
 from m3stack.bench.multi_gpu import floors
 from m3stack.bench.multi_gpu.arms import Arm, BenchMesh
-from m3stack.bench.multi_gpu.shards import page_shape, random_model, random_pool
+from m3stack.bench.multi_gpu.shards import divided_model, page_shape, random_pool
 from m3stack.bench.multi_gpu.steps import Stopwatch, relative_error, step
 from m3stack.cache.pool import KvPool
 from m3stack.kernels.interface import Kernels
@@ -85,7 +85,7 @@ class ArmBench:
         self._place: Rank = arm.place(machine.rank % arm.ranks)
         self._mesh = BenchMesh(self._place.tp_rank, arm.ranks, machine.group)
         self._watch = Stopwatch(machine.place.device, self._mesh.barrier, repeats=sizes.repeats)
-        self._model: M3Model = random_model(
+        self._model: M3Model = divided_model(
             config, self._place, kernels=machine.kernels, mesh=self._mesh, place=machine.place
         )
         shape = page_shape(config, self._place, machine.place.dtype)

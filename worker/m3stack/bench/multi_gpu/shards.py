@@ -34,7 +34,7 @@ def truncated(config: M3Config, num_layers: int) -> M3Config:
     )
 
 
-def random_model(
+def divided_model(
     config: M3Config, rank: Rank, *, kernels: Kernels, mesh: Mesh, place: Place
 ) -> M3Model:
     """A rank's part of the one random model that all divisions share.
