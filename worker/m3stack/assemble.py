@@ -22,13 +22,13 @@ from m3stack.engine.constraints import ConstraintBook
 from m3stack.engine.encoder import Encoder, FeatureBook, FollowerBook
 from m3stack.engine.engine import EngineParts, EngineSettings
 from m3stack.engine.grammar import GrammarCompiler, Vocabulary
-from m3stack.engine.graphs import CudaRecorder, DecodeGraphs
 from m3stack.engine.inputs import InputBuilder
 from m3stack.engine.leader import FollowerRunner, GroupPeers, LeaderRunner
 from m3stack.engine.runner import NO_PEERS, Forward, ModelRunner, Peers, Runner
 from m3stack.engine.sampler import Sampler
 from m3stack.engine.scheduler import Scheduler
 from m3stack.errors import StartupError
+from m3stack.gpu_steps import bytes_of_steps, forward_of, overlaps_steps
 from m3stack.group import Joined, RankGroup, Setup
 from m3stack.hardware import Hardware, choose_hardware
 from m3stack.kernels.build import KernelUnavailableError
@@ -43,7 +43,12 @@ from m3stack.models.minimax_m3.ranks import Rank, tensor_rank
 from m3stack.models.minimax_m3.slices import rank_slices
 from m3stack.models.minimax_m3.weights import holds_mxfp8_alone, load_model
 from m3stack.parallel import ALONE, Mesh, ProcessMesh
-from m3stack.pools import build_host_pool, build_pool, context_within, page_shape
+from m3stack.pools import (
+    build_host_pool,
+    build_pool,
+    context_within,
+    page_shape,
+)
 from m3stack.rpc.checks import ModelLimits
 from m3stack.telemetry import WorkerMetrics
 
@@ -54,8 +59,6 @@ CPU_BATCH_TOKENS, GPU_BATCH_TOKENS = 512, 8192
 GPU_MIXED_SHARE = 4
 # below that many parameters, handing work to threads costs more than it saves
 SMALL_MODEL_VALUES = 50_000_000
-
-GPU_GRAPH_BYTES = 2 << 30
 
 Progress = Callable[[int, int], None]
 
@@ -145,7 +148,13 @@ def _assemble_leader(config: WorkerConfig, ground: Ground, around: Surroundings)
     model_config, hardware, group = ground.model_config, ground.hardware, ground.group
     mesh = ALONE if group is None else ProcessMesh(group.joined.tensors)
     model = _load(config, model_config, hardware, mesh=mesh, progress=around.progress)
-    pool = build_pool(config, model_config, hardware)
+    limits = _scheduler_limits(config, hardware.device)
+    pool = build_pool(
+        config,
+        model_config,
+        hardware,
+        reserved_bytes=bytes_of_steps(config, model, limits) if mesh.size == 1 else 0,
+    )
     host_pool = build_host_pool(config, pool, hardware.device)
     context = context_within(config, model_config, pool)
     _log.info(
@@ -170,7 +179,7 @@ def _assemble_leader(config: WorkerConfig, ground: Ground, around: Surroundings)
     constraints = ConstraintBook(GrammarCompiler(vocabulary))
     sampler = Sampler(model_config.vocab_size, hardware.device, constraints)
     peers = NO_PEERS if group is None else GroupPeers(group.joined.control)
-    forward = _forward(config, model, pool, hardware.device, is_alone=mesh.size == 1)
+    forward = forward_of(config, model, pool, hardware.device, is_alone=mesh.size == 1)
     whole = _runner(model, pool, host_pool, encoder, forward=forward, sampler=sampler, peers=peers)
     runner: Runner = whole
     if group is not None:
@@ -179,12 +188,12 @@ def _assemble_leader(config: WorkerConfig, ground: Ground, around: Surroundings)
             runner, send=group.send, explain=group.lost, noticed=lambda: group.noticed
         )
     parts = EngineParts(
-        scheduler=Scheduler(_scheduler_limits(config, hardware.device), pages, around.media),
+        scheduler=Scheduler(limits, pages, around.media),
         pages=pages,
         runner=runner,
         media=around.media,
         metrics=around.metrics,
-        ahead=whole if _overlaps(config, hardware.device) else None,
+        ahead=whole if overlaps_steps(config, hardware.device) else None,
     )
     settings = EngineSettings(
         page_tokens=model_config.block_tokens,
@@ -193,8 +202,8 @@ def _assemble_leader(config: WorkerConfig, ground: Ground, around: Surroundings)
         segment_patches=model_config.vision.segment_max_patches,
         page_bytes=pool.shape.bytes_per_page,
     )
-    limits = model_limits(model_config, context, hardware.dtype)
-    return Assembly(parts, settings, limits, constraints, group)
+    request_limits = model_limits(model_config, context, hardware.dtype)
+    return Assembly(parts, settings, request_limits, constraints, group)
 
 
 def _load(
@@ -274,29 +283,6 @@ def model_limits(model: M3Config, max_context_tokens: int, dtype: torch.dtype) -
         temporal_patch_size=model.vision.temporal_patch_size,
         merge_size=model.vision.merge_size,
         feature_bytes_per_token=model.hidden_size * dtype.itemsize,
-    )
-
-
-def _overlaps(config: WorkerConfig, device: torch.device) -> bool:
-    if config.step_overlap == "auto":
-        return device.type == "cuda" and config.tensor_parallel == 1
-    return config.step_overlap == "on"
-
-
-def _forward(
-    config: WorkerConfig, model: M3Model, pool: KvPool, device: torch.device, *, is_alone: bool
-) -> Forward:
-    """The model's forward, its decode steps recorded where that is possible and wanted."""
-    budget = GPU_GRAPH_BYTES if config.decode_graph_bytes < 0 else config.decode_graph_bytes
-    if device.type != "cuda" or not is_alone or not budget:
-        return model.forward
-    return DecodeGraphs(
-        model.forward,
-        pool.layers,
-        record=CudaRecorder(device),
-        page_tokens=model.config.block_tokens,
-        max_sequences=config.max_sequences,
-        budget_bytes=budget,
     )
 
 

@@ -83,8 +83,13 @@ def page_shape(
     )
 
 
-def build_pool(config: WorkerConfig, model: M3Config, hardware: Hardware) -> KvPool:
+def build_pool(
+    config: WorkerConfig, model: M3Config, hardware: Hardware, *, reserved_bytes: int = 0
+) -> KvPool:
     """The pages of this rank.
+
+    Args:
+        reserved_bytes: of what is free now, what steps need.
 
     Raises:
         StartupError: there is no room for one page, or not for those that were asked for.
@@ -92,7 +97,8 @@ def build_pool(config: WorkerConfig, model: M3Config, hardware: Hardware) -> KvP
     shape = page_shape(config, model, hardware)
     num_pages = config.num_pages
     if not num_pages:
-        num_bytes = int(_free_bytes(hardware.device) * config.kv_memory_fraction)
+        free = max(0, _free_bytes(hardware.device) - reserved_bytes)
+        num_bytes = int(free * config.kv_memory_fraction)
         if hardware.device.type == "cpu":
             # the ranks share it
             num_bytes //= config.tensor_parallel

@@ -1,0 +1,74 @@
+"""How steps run on a GPU: recorded, queued ahead, and with how much memory beside the pages."""
+
+from __future__ import annotations
+
+import torch
+
+from m3stack.cache.pool import KvPool
+from m3stack.config import WorkerConfig
+from m3stack.dry_run import run_largest_step
+from m3stack.engine.budget import SchedulerLimits
+from m3stack.engine.graphs import CudaRecorder, DecodeGraphs
+from m3stack.engine.runner import Forward
+from m3stack.errors import StartupError
+from m3stack.hardware import Hardware
+from m3stack.models.minimax_m3.model import M3Model
+from m3stack.pools import context_limit, page_shape
+
+GPU_GRAPH_BYTES = 2 << 30
+
+
+def overlaps_steps(config: WorkerConfig, device: torch.device) -> bool:
+    """Whether a step is queued before the one before it has ended."""
+    if config.step_overlap == "auto":
+        return device.type == "cuda" and config.tensor_parallel == 1
+    return config.step_overlap == "on"
+
+
+def bytes_of_steps(config: WorkerConfig, model: M3Model, limits: SchedulerLimits) -> int:
+    """GPU memory that must stay free of pages: the largest step's, and that of recorded steps.
+
+    Raises:
+        StartupError: the largest step does not fit at all.
+    """
+    device = model.embedding.device
+    if device.type != "cuda" or config.num_pages:
+        return 0
+    context = context_limit(config, model.config)
+    growth = limits.max_growth if limits.growth_prefix_tokens else 1
+    num_tokens = min(limits.max_batch_tokens * growth, context)
+    try:
+        step = run_largest_step(
+            model,
+            page_shape(config, model.config, Hardware(device, model.embedding.dtype)),
+            num_tokens=num_tokens,
+            context_tokens=context,
+            num_patches=config.max_encode_patches,
+        )
+    except torch.OutOfMemoryError as error:
+        raise StartupError(
+            f"a step of {num_tokens} tokens at the end of {context} does not fit beside the "
+            f"weights: {error}; lower max_batch_tokens or max_context_tokens"
+        ) from error
+    return step + _graph_bytes(config)
+
+
+def _graph_bytes(config: WorkerConfig) -> int:
+    return GPU_GRAPH_BYTES if config.decode_graph_bytes < 0 else config.decode_graph_bytes
+
+
+def forward_of(
+    config: WorkerConfig, model: M3Model, pool: KvPool, device: torch.device, *, is_alone: bool
+) -> Forward:
+    """The model's forward, its decode steps recorded where that is possible and wanted."""
+    budget = _graph_bytes(config)
+    if device.type != "cuda" or not is_alone or not budget:
+        return model.forward
+    return DecodeGraphs(
+        model.forward,
+        pool.layers,
+        record=CudaRecorder(device),
+        page_tokens=model.config.block_tokens,
+        max_sequences=config.max_sequences,
+        budget_bytes=budget,
+    )
