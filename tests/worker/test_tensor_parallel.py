@@ -14,9 +14,11 @@ from concurrent.futures import ThreadPoolExecutor
 import psutil
 import pytest
 
+from m3stack.engine.leader import LeaderRunner
+from m3stack.engine.plan import StepPlan, StepResult
 from m3stack.engine.runner import Runner
 from m3stack.errors import ErrorKind, StartupError, WorkerError
-from m3stack.group import RankGroup
+from m3stack.group import RankGroup, RankLostError
 from m3stack.serve import EXIT_DRAINED, EXIT_FAILED, run_worker
 from m3stack.types import Request, Started, WorkerState
 from tests.parity import golden
@@ -177,3 +179,30 @@ def test_a_rank_that_does_not_start_is_named_at_once() -> None:
     with pytest.raises(StartupError, match="rank 1 ended with exit code 7"):
         RankGroup(config(tensor_parallel=2), Unstartable())
     assert not multiprocessing.active_children()
+
+
+class OneStep:
+    """A runner whose step succeeds."""
+
+    def begin(self, handle: int, request: Request, *, stop_ids: frozenset[int]) -> None: ...
+
+    def forget(self, handle: int) -> None: ...
+
+    def execute(self, plan: StepPlan) -> StepResult:
+        return StepResult({}, {}, (), ())
+
+
+def test_what_a_broken_off_step_gave_is_not_taken() -> None:
+    lost = RankLostError("rank 3 ended with exit code -9")
+    known: list[RankLostError] = []
+    leader = LeaderRunner(
+        OneStep(),
+        send=lambda command: None,
+        explain=lambda: None,
+        noticed=lambda: known[0] if known else None,
+    )
+    plan = StepPlan(())
+    assert leader.execute(plan) == OneStep().execute(plan)
+    known.append(lost)
+    with pytest.raises(RankLostError, match="rank 3"):
+        leader.execute(plan)
