@@ -178,6 +178,8 @@ impl Lexer {
                         self.scanned = self.buffer.len();
                         return None;
                     }
+                    // a mark before a tag of thinking is a word of its own
+                    Some((end, b'>')) if self.is_thinking(&self.buffer[after_mark..=end]) => {}
                     Some((end, b'>')) => return Some(self.whole_tag(after_mark + 1, end)),
                     Some(_) => {}
                 }
@@ -188,6 +190,10 @@ impl Lexer {
         self.in_tag = false;
         self.rescan_from(after_mark);
         Some(self.text(after_mark))
+    }
+
+    fn is_thinking(&self, tag: &str) -> bool {
+        self.watch == Watch::TagsAndThinking && (tag == THINK_OPEN || tag == THINK_CLOSE)
     }
 
     fn whole_tag(&mut self, begin: usize, end: usize) -> Lexeme {

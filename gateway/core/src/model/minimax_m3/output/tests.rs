@@ -6,6 +6,7 @@ use crate::output::{EngineStop, MessageFolder, ReasoningField, ReplyFolder};
 mod cases;
 pub(in super::super) mod round_trip;
 mod rules;
+mod tables;
 
 const MARK: &str = "]<]minimax[>[";
 
