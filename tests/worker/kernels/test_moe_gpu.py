@@ -107,15 +107,20 @@ def test_every_scale_and_element_is_decoded_exactly(kernels: CudaExperts) -> Non
         assert torch.equal(out.float(), exact[part].bfloat16().float())
 
 
-def test_a_nan_scale_poisons_its_rows_alone(kernels: CudaExperts) -> None:
-    torch.manual_seed(2)
-    weight = mxfp8.encode(torch.randn(256, WIDTH, device=DEVICE))
-    weight.scales[3, 5] = mxfp8.NAN_SCALE
-    for tokens in (4, 300):
-        x = torch.randn(tokens, WIDTH, device=DEVICE).bfloat16()
-        out = kernels.linear_mxfp8(x, weight)
-        assert out[:, 3].isnan().all()
-        assert out[:, [0, 1, 2, *range(4, 256)]].isfinite().all()
+@pytest.mark.parametrize("experts", [8, 128, 200])
+def test_routing_of_few_tokens_is_the_reference_s(kernels: CudaExperts, experts: int) -> None:
+    torch.manual_seed(4)
+    for tokens in (1, 3, 8, 9):
+        x = torch.randint(-2, 3, (tokens, WIDTH + 64), device=DEVICE).bfloat16()[:, :WIDTH]
+        router = torch.randint(-2, 3, (experts, WIDTH), device=DEVICE).float() / 64
+        bias = torch.randint(-2, 3, (experts,), device=DEVICE).float() / 4
+        router[1], bias[1] = router[0], bias[0]  # a tie in every row
+        router[-1, 5] = float("nan")
+        for _ in range(2):  # the counter must be as it was
+            ids, weights = kernels.route_tokens(x, router, bias, 4)
+            expected_ids, expected = reference.route_tokens(x, router, bias, 4)
+            assert torch.equal(ids, expected_ids)
+            torch.testing.assert_close(weights, expected, rtol=1e-5, atol=0.0, equal_nan=True)
 
 
 @pytest.mark.parametrize("tokens", [1, 8, 300])

@@ -81,7 +81,8 @@ class LayerPages:
     """One layer's slice of the paged cache; one page id covers K, V and index-K.
 
     Attributes:
-        k_PGBD, v_PGBD: head-major pages [P, G, B, D], model dtype.
+        k_PGBD, v_PGBD: head-major pages [P, G, B, D], model dtype; on sparse layers they may be
+            float8_e4m3fn, where larger values than 448 are kept as 448.
         index_k_PBD: [P, B, D_index] or None on dense layers.
         index_copy_PX: uint8 [P, B * (D_index + 4)], the int8 copy of the index keys
             (`msa/index_copy.py`), written with them; None where none is kept.
@@ -99,7 +100,7 @@ class Mxfp8Weight:
 
     Attributes:
         elements: float8_e4m3fn [..., out, in]; in a weight that kernels get, none is NaN.
-        scales: uint8 [..., out, in / 32], E8M0; in such a weight 0 to 134, or 255 for NaN.
+        scales: uint8 [..., out, in / 32], E8M0; in such a weight 0 to 134.
     """
 
     elements: Tensor

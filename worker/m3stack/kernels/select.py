@@ -140,6 +140,7 @@ def _cuda_operations(shape: KernelShape, device: torch.device) -> dict[str, Call
     }
     if CudaExperts is not None:
         experts = CudaExperts(device)
+        operations["route_tokens"] = experts.route_tokens
         operations["run_experts"] = experts.run_experts
         operations["linear_mxfp8"] = experts.linear_mxfp8
     return operations

@@ -2,7 +2,7 @@
 //
 // A warp owns 16 rows of a weight and multiplies them with NT * 8 tokens. A lane loads 16 bytes that
 // stand side by side in a row; which of the product's columns they are does not matter as long as
-// weights and tokens agree, so nothing is shuffled. Rows of MXFP8 are decoded where they are loaded.
+// weights and tokens agree, so no weight is moved. Rows of MXFP8 are decoded where they are loaded.
 // Of the up product, 8 rows are gates and 8 the ups of the same channels: the activation is local.
 #include "async_copy.cuh"
 #include "moe_weights.cuh"
@@ -10,7 +10,6 @@
 namespace m3 {
 
 constexpr int kWarps = 8, kThreads = 32 * kWarps;
-constexpr int kLoads = 4;    // 64-byte pieces of a row that a warp has on the way
 constexpr int kBuffers = 3;  // slices of the tokens in shared memory
 
 enum Mode { kUp = 0, kDown = 1, kLinear = 2 };
@@ -18,11 +17,11 @@ enum Mode { kUp = 0, kDown = 1, kLinear = 2 };
 struct FewArgs {
     const void* x;                   // bf16 [rows, width]: tokens, hidden rows, or tokens of a linear
     const void* elements;            // [E, rows, width] bf16, or e4m3 without NaN codes
-    const uint8_t* scales;           // [E, rows, width / 32], or null for bf16; 0 to 134, or 255
+    const uint8_t* scales;           // [E, rows, width / 32], or null for bf16; 0 to 134
     const void* shared_elements;     // the shared expert's, or null
     const uint8_t* shared_scales;
-    const int32_t* pairs;            // [blocks, tokens of a block]
-    const int32_t* experts;          // [blocks], -1 where a block is not used
+    const int32_t* pairs;            // [blocks, tokens of a block], or null: block b is pair b
+    const int32_t* experts;          // [blocks], negative where a block is not used
     const float* weights;            // [pairs], of the down product
     void* out;                       // hidden bf16, results fp32, or linear bf16: [rows, outputs]
     int64_t x_row;                   // elements between rows of x
@@ -50,7 +49,8 @@ template <bool MXFP8, int NT>
 struct Few {
     static constexpr int kTokens = 8 * NT;
     static constexpr int kPiece = MXFP8 ? 64 : 32;  // columns in 64 bytes of a row
-    static constexpr int kSlice = NT == 8 && !MXFP8 ? 256 : 512;  // columns of tokens in a buffer
+    static constexpr int kSlice = NT == 8 ? 256 : 512;  // columns of tokens in a buffer
+    static constexpr int kLoads = NT == 8 && MXFP8 ? 2 : 4;  // pieces of a row on the way at a time
     static constexpr int kTurns = kSlice / kPiece / kLoads;
     static_assert(kTurns % 2 == 0, "loads alternate between two sets of registers");
     // rows 64 or 16 bytes off a multiple of 128: 8 lanes read 8 different groups of banks
@@ -88,19 +88,19 @@ struct Few {
         const uint32_t low[4] = {of.low[i].x, of.low[i].y, of.low[i].z, of.low[i].w};
         const uint32_t high[4] = {of.high[i].x, of.high[i].y, of.high[i].z, of.high[i].w};
         if constexpr (MXFP8) {
-            const int shift = 8 * (threadIdx.x % 4 / 2 + i % 2 * 2);
-            const uint32_t low_factor = factor_of(of.low_scales[i / 2] >> shift & 255);
-            const uint32_t high_factor = factor_of(of.high_scales[i / 2] >> shift & 255);
+            const uint32_t selector = byte_selector(threadIdx.x % 4 / 2 + i % 2 * 2);
+            const uint32_t low_factor = factor_of(__byte_perm(of.low_scales[i / 2], 0, selector));
+            const uint32_t high_factor = factor_of(__byte_perm(of.high_scales[i / 2], 0, selector));
 #pragma unroll
             for (int half = 0; half < 2; ++half) {
                 uint32_t a[2][4];
 #pragma unroll
                 for (int j = 0; j < 2; ++j) {
                     const int at = 2 * half + j;
-                    a[j][0] = times(widened(low[at], 0x1404), low_factor);
-                    a[j][1] = times(widened(high[at], 0x1404), high_factor);
-                    a[j][2] = times(widened(low[at], 0x3424), low_factor);
-                    a[j][3] = times(widened(high[at], 0x3424), high_factor);
+                    a[j][0] = times(widened_even(low[at]), low_factor);
+                    a[j][1] = times(widened_even(high[at]), high_factor);
+                    a[j][2] = times(widened_odd(low[at]), low_factor);
+                    a[j][3] = times(widened_odd(high[at]), high_factor);
                 }
 #pragma unroll
                 for (int n = 0; n < NT; ++n) {
@@ -143,6 +143,8 @@ __global__ void __launch_bounds__(kThreads, NT == 8 || (NT == 4 && MXFP8) ? 1 : 
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     const int block = blockIdx.y - a.shared_blocks;  // below 0: of the shared expert
     const int expert = block < 0 ? 0 : a.experts[block];
+    // the down product may take the places that become free, and wait there with its weights loaded
+    if constexpr (MODE == kUp) asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
     if (expert < 0) return;
 
     // rows past the end repeat the last one, and are not stored
@@ -169,6 +171,8 @@ __global__ void __launch_bounds__(kThreads, NT == 8 || (NT == 4 && MXFP8) ? 1 : 
         int pair = none;
         if (block < 0) {
             pair = min(a.num_pairs + static_cast<int>(blockIdx.y) * F::kTokens + static_cast<int>(threadIdx.x), none);
+        } else if (a.pairs == nullptr) {
+            if (threadIdx.x == 0) pair = block;
         } else {
             const int routed = a.pairs[block * F::kTokens + threadIdx.x];
             if (routed < a.num_pairs) pair = routed;
@@ -180,42 +184,71 @@ __global__ void __launch_bounds__(kThreads, NT == 8 || (NT == 4 && MXFP8) ? 1 : 
     const auto* x = static_cast<const __nv_bfloat16*>(a.x);
     const uint32_t shared = shared_address(buffers);
     const int slices = (a.width + F::kSlice - 1) / F::kSlice;
-    auto fetch = [&](int slice) {
-        constexpr int kCopies = F::kSlice / 8;  // of a token's row
-        if (slice < slices) {
-            const uint32_t to = shared + slice % kBuffers * F::kBufferBytes;
-            for (int i = threadIdx.x; i < F::kTokens * kCopies; i += kThreads) {
-                const int token = i / kCopies, column = slice * F::kSlice + i % kCopies * 8;
-                const int pair = pair_of[token];
-                const bool keep = pair != none && column < a.width;
-                const auto* from = keep ? x + row_of<MODE>(a, pair) * a.x_row + column : x;
-                copy16_or_zero(to + token * F::kRowBytes + i % kCopies * 16, from, keep);
+    // tokens of bf16 weights go to shared memory by themselves; the others by way of registers, half a
+    // slice at a time
+    constexpr int kCopies = F::kSlice / 8;  // of a token's row
+    constexpr int kShare = F::kTokens * kCopies / kThreads / 2, kHalf = F::kTurns / 2;
+    static_assert(2 * kShare * kThreads == F::kTokens * kCopies, "every thread copies as much");
+    uint4 moved[kShare];
+    auto fetch = [&](int slice, int half) {
+        if (slice >= slices) return;
+#pragma unroll
+        for (int i = 0; i < kShare; ++i) {
+            const int place = threadIdx.x + (half * kShare + i) * kThreads, token = place / kCopies;
+            const int column = slice * F::kSlice + place % kCopies * 8, pair = pair_of[token];
+            const bool keep = pair != none && column < a.width;
+            const auto* from = keep ? x + row_of<MODE>(a, pair) * a.x_row + column : x;
+            if constexpr (MXFP8) {
+                moved[i] = keep ? __ldcg(reinterpret_cast<const uint4*>(from)) : make_uint4(0, 0, 0, 0);
+            } else {
+                const uint32_t to = shared + slice % kBuffers * F::kBufferBytes + token * F::kRowBytes;
+                copy16_or_zero(to + place % kCopies * 16, from, keep);
             }
         }
-        asm volatile("cp.async.commit_group;" ::: "memory");
     };
-    fetch(0);
-    fetch(1);
+    auto settle = [&](int slice, int half) {
+        if constexpr (MXFP8) {
+            if (slice >= slices) return;
+#pragma unroll
+            for (int i = 0; i < kShare; ++i) {
+                const int place = threadIdx.x + (half * kShare + i) * kThreads;
+                uint8_t* to = buffers + slice % kBuffers * F::kBufferBytes + place / kCopies * F::kRowBytes;
+                *reinterpret_cast<uint4*>(to + place % kCopies * 16) = in_order(moved[i]);
+            }
+        }
+    };
+    auto finish = [] { if constexpr (!MXFP8) asm volatile("cp.async.commit_group;" ::: "memory"); };
+    // what the kernel before this one wrote
+    if constexpr (MODE == kDown) asm volatile("griddepcontrol.wait;" ::: "memory");
+    for (int slice = 0; slice < 2; ++slice) {
+        for (int half = 0; half < 2; ++half) {
+            fetch(slice, half);
+            settle(slice, half);
+        }
+        finish();
+    }
     float sums[NT][4] = {};
     for (int slice = 0; slice < slices; ++slice) {
-        asm volatile("cp.async.wait_group 1;" ::: "memory");
+        if constexpr (!MXFP8) asm volatile("cp.async.wait_group 1;" ::: "memory");
         // the slice has come, and nobody reads the buffer that is filled next
         __syncthreads();
-        fetch(slice + 2);
         const uint32_t tokens = shared + slice % kBuffers * F::kBufferBytes + lane / 4 * F::kRowBytes +
                                 lane % 4 * (MXFP8 ? 32 : 16);
 #pragma unroll
         for (int turn = 0; turn < F::kTurns; ++turn) {
-            const int first = (slice * F::kTurns + turn) * kLoads;
-            rows.load(held[(turn + 1) % 2], first + kLoads);
+            const int first = (slice * F::kTurns + turn) * F::kLoads;
+            rows.load(held[(turn + 1) % 2], first + F::kLoads);
+            if (turn % kHalf == 0) fetch(slice + 2, turn / kHalf);
 #pragma unroll
-            for (int i = 0; i < kLoads; ++i) {
+            for (int i = 0; i < F::kLoads; ++i) {
                 // registers of pieces past the end hold older ones
                 if (first + i < rows.pieces) {
-                    F::multiply(sums, held[turn % 2], i, tokens + (turn * kLoads + i) * F::kPiece * 2);
+                    F::multiply(sums, held[turn % 2], i, tokens + (turn * F::kLoads + i) * F::kPiece * 2);
                 }
             }
+            if (turn % kHalf == kHalf - 1) settle(slice + 2, turn / kHalf);
         }
+        finish();
     }
 
 #pragma unroll
@@ -255,8 +288,17 @@ cudaError_t launch(const FewArgs& a, cudaStream_t stream) {
         few_kernel<MXFP8, NT, MODE>, cudaFuncAttributeMaxDynamicSharedMemorySize, kSharedBytes);
     if (allowed != cudaSuccess) return allowed;
     const dim3 grid((a.outputs + kChannels - 1) / kChannels, a.num_blocks);
-    few_kernel<MXFP8, NT, MODE><<<grid, kThreads, kSharedBytes, stream>>>(a);
-    return cudaGetLastError();
+    cudaLaunchAttribute early;
+    early.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+    early.val.programmaticStreamSerializationAllowed = 1;
+    cudaLaunchConfig_t config = {};
+    config.gridDim = grid;
+    config.blockDim = kThreads;
+    config.dynamicSmemBytes = kSharedBytes;
+    config.stream = stream;
+    config.attrs = &early;
+    config.numAttrs = MODE == kDown ? 1 : 0;
+    return cudaLaunchKernelEx(&config, few_kernel<MXFP8, NT, MODE>, a);
 }
 
 template <bool MXFP8, Mode MODE>

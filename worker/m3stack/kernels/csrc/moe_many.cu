@@ -16,13 +16,14 @@ constexpr int kStages = 6;
 constexpr int kStageBytes = kBlockTokens * kChunk * 2;
 constexpr int kConsumers = 2;
 constexpr int kThreads = (kConsumers + 1) * kWarpgroup;
+constexpr int kMostCluster = 4;
 constexpr int kSharedBlocks = 2;  // neighbouring blocks that read a weight's rows one after another
 
 enum Mode { kUp = 0, kDown = 1 };
 
 struct ManyArgs {
   const void* elements;         // [E, rows, width] bf16, or e4m3 without NaN codes
-  const uint8_t* scales;        // [E, rows, width / 32], or null for bf16; 0 to 134, or 255
+  const uint8_t* scales;        // [E, rows, width / 32], or null for bf16; 0 to 134
   const void* shared_elements;  // the shared expert's, or null
   const uint8_t* shared_scales;
   const int32_t* experts;       // [blocks], -1 where a block is not used
@@ -77,6 +78,30 @@ __device__ __forceinline__ void mma_64(float (&d)[64], const uint32_t* a, uint64
                : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(accumulate));
 }
 
+// The same tile for all blocks whose bit is set, at the same place, counted by each one's barrier.
+__device__ __forceinline__ void copy_to_cluster(void* target, const CUtensorMap* map, uint64_t* barrier, int x, int y,
+                                                uint16_t blocks) {
+  asm volatile(
+      "cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster "
+      "[%0], [%1, {%3, %4, 0}], [%2], %5;" ::"r"(shared_address(target)),
+      "l"(map), "r"(shared_address(barrier)), "r"(x), "r"(y), "h"(blocks)
+      : "memory");
+}
+
+// Arrives at a barrier of another block of the cluster.
+__device__ __forceinline__ void barrier_arrive_at(uint64_t* barrier, int block) {
+  asm volatile(
+      "{\n.reg .b32 there;\n"
+      "mapa.shared::cluster.u32 there, %0, %1;\n"
+      "mbarrier.arrive.release.cluster.shared::cluster.b64 _, [there];\n}" ::"r"(shared_address(barrier)),
+      "r"(block)
+      : "memory");
+}
+
+__device__ __forceinline__ void cluster_sync() {
+  asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::: "memory");
+}
+
 template <int N>
 __device__ __forceinline__ void mma(float (&d)[64], const uint32_t* a, uint64_t b, int accumulate) {
   if constexpr (N == 32) mma_32(d, a, b, accumulate);
@@ -90,11 +115,14 @@ struct Tile {
   int first, count, row_tile;
 };
 
+// Blocks of a cluster take neighbouring rows of the weight for the same tokens at the same time.
 struct Walk {
-  int row_tiles, shared_blocks, num_blocks;
+  int row_tiles, shared_blocks, num_blocks, cluster, rank;
 
   __device__ __forceinline__ Walk(const ManyArgs& a, int tile_rows) {
-    row_tiles = (a.outputs + tile_rows - 1) / tile_rows;
+    asm("mov.u32 %0, %%cluster_nctarank;" : "=r"(cluster));
+    asm("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
+    row_tiles = (a.outputs + tile_rows - 1) / tile_rows / cluster;
     shared_blocks = (a.num_tokens + kBlockTokens - 1) / kBlockTokens;
     num_blocks = shared_blocks + a.max_blocks;
   }
@@ -108,7 +136,7 @@ struct Walk {
     // the last group may be smaller than its tile numbers
     if (inside >= size * row_tiles) return false;
     const int block = first + inside % size;
-    tile.row_tile = inside / size;
+    tile.row_tile = inside / size * cluster + rank;
     if (block < shared_blocks) {
       tile.expert = -1;
       tile.first = a.num_pairs + block * kBlockTokens;
@@ -163,17 +191,17 @@ struct Operands {
 
   __device__ __forceinline__ void take(const Held<MXFP8>& held) {
     if constexpr (MXFP8) {
-      const int shift = 8 * (threadIdx.x % 4 / 2);
-      const uint32_t low_factor = factor_of(held.low_scales >> shift & 255);
-      const uint32_t high_factor = factor_of(held.high_scales >> shift & 255);
+      const uint32_t selector = byte_selector(threadIdx.x % 4 / 2);
+      const uint32_t low_factor = factor_of(__byte_perm(held.low_scales, 0, selector));
+      const uint32_t high_factor = factor_of(__byte_perm(held.high_scales, 0, selector));
       const uint32_t low[4] = {held.low[0].x, held.low[0].y, held.low[0].z, held.low[0].w};
       const uint32_t high[4] = {held.high[0].x, held.high[0].y, held.high[0].z, held.high[0].w};
 #pragma unroll
       for (int k = 0; k < 4; ++k) {
-        a[k][0] = times(widened(low[k], 0x1404), low_factor);
-        a[k][1] = times(widened(high[k], 0x1404), high_factor);
-        a[k][2] = times(widened(low[k], 0x3424), low_factor);
-        a[k][3] = times(widened(high[k], 0x3424), high_factor);
+        a[k][0] = times(widened_even(low[k]), low_factor);
+        a[k][1] = times(widened_even(high[k]), high_factor);
+        a[k][2] = times(widened_odd(low[k]), low_factor);
+        a[k][3] = times(widened_odd(high[k]), high_factor);
       }
     } else {
 #pragma unroll
@@ -197,15 +225,15 @@ __device__ __forceinline__ void settle(float (&sums)[64]) {
 // Multiplies a tile's rows with its first N0 and its next N1 tokens.
 template <bool MXFP8, int N0, int N1>
 __device__ __forceinline__ void multiply(float (&d0)[64], float (&d1)[64], const WeightRows<MXFP8>& rows,
-                                         int chunks, ManyShared& shared, Ring<kStages>& ring) {
+                                         int chunks, int cluster, ManyShared& shared, Ring<kStages>& ring) {
   // the same for all N: the compiler merges their registers, and more do not fit
-  constexpr int kSlots = MXFP8 ? 4 : 3;
+  constexpr int kSlots = 4;
   Held<MXFP8> held[kSlots];
 #pragma unroll
   for (int i = 0; i < kSlots; ++i) {
     if (i < chunks) rows.load(held[i], i);
   }
-  const bool signals = threadIdx.x % 32 == 0;
+  const int lane = threadIdx.x % 32;
   Operands<MXFP8> left[2];
   if constexpr (MXFP8) left[0].take(held[0]);
   for (int base = 0; base < chunks; base += kSlots) {
@@ -229,7 +257,8 @@ __device__ __forceinline__ void multiply(float (&d0)[64], float (&d1)[64], const
       mma_wait<0>();
       // the registers of this chunk are free
       if (chunk + kSlots < chunks) rows.load(held[i], chunk + kSlots);
-      if (signals) barrier_arrive(&shared.empty[ring.stage]);
+      // every block of the cluster copies into this one's stage
+      if (lane < cluster) barrier_arrive_at(&shared.empty[ring.stage], lane);
       ring.advance();
     }
   }
@@ -280,7 +309,7 @@ __device__ __forceinline__ void store(const float (&d)[64], const ManyArgs& a, c
 template <bool MXFP8>
 struct Work {
   WeightRows<MXFP8> rows;
-  int chunks, channel;
+  int chunks, channel, cluster;
 };
 
 // A function for each number of tokens, sums included: as one variable they would be merged, and spilled.
@@ -289,7 +318,7 @@ __device__ __forceinline__ void run(const ManyArgs& a, const Tile& tile, const W
                                     ManyShared& shared, Ring<kStages>& ring) {
   const int group = threadIdx.x / kWarpgroup - 1;
   float d0[64], d1[64];
-  multiply<MXFP8, N0, N1>(d0, d1, work.rows, work.chunks, shared, ring);
+  multiply<MXFP8, N0, N1>(d0, d1, work.rows, work.chunks, work.cluster, shared, ring);
   // the table of tokens has been written
   if constexpr (MODE == kDown) warpgroup_sync(1 + group);
   store<MODE, N0>(d0, a, tile, 0, work.channel, shared.rows[group], shared.weights[group]);
@@ -300,8 +329,9 @@ __device__ __forceinline__ void run(const ManyArgs& a, const Tile& tile, const W
 template <bool MXFP8>
 __device__ __forceinline__ int column_at(int place) {
   constexpr int kSpan = MXFP8 ? 64 : 32;
-  const int p = place % kSpan, quarter = p % 8 / 2;
-  return place - p + quarter * (kSpan / 4) + p / 16 * 4 + p / 8 % 2 * 2 + p % 2;
+  const int p = place % kSpan, quarter = p % 8 / 2, pair = p / 8 % 2, side = p % 2;
+  // of four bytes, 0 and 2 are decoded together, then 1 and 3
+  return place - p + quarter * (kSpan / 4) + p / 16 * 4 + (MXFP8 ? pair + 2 * side : 2 * pair + side);
 }
 
 template <bool MXFP8, Mode MODE>
@@ -310,7 +340,7 @@ __device__ __forceinline__ void consume(const ManyArgs& a, ManyShared& shared, c
   const int warp = in_group / 32, lane = threadIdx.x % 32;
   Ring<kStages> ring;
   Tile tile;
-  for (int number = blockIdx.x; walk.find(a, number, tile); number += gridDim.x) {
+  for (int number = blockIdx.x / walk.cluster; walk.find(a, number, tile); number += gridDim.x / walk.cluster) {
     if (tile.count == 0) continue;
     const bool is_shared = tile.expert < 0;
     // up: a lane's gate and up row give the channel that stands at this place of the hidden order;
@@ -342,7 +372,7 @@ __device__ __forceinline__ void consume(const ManyArgs& a, ManyShared& shared, c
         }
       }
     }
-    const Work<MXFP8> work{rows, a.width / kChunk, channel};
+    const Work<MXFP8> work{rows, a.width / kChunk, channel, walk.cluster};
     if (tile.count <= 32) run<MXFP8, MODE, 32, 0>(a, tile, work, shared, ring);
     else if (tile.count <= 64) run<MXFP8, MODE, 64, 0>(a, tile, work, shared, ring);
     else if (tile.count <= 128) run<MXFP8, MODE, 128, 0>(a, tile, work, shared, ring);
@@ -357,16 +387,18 @@ __device__ __forceinline__ void produce(const CUtensorMap* map, const ManyArgs& 
   Ring<kStages> ring;
   Tile tile;
   int filled = 0;
-  for (int number = blockIdx.x; walk.find(a, number, tile); number += gridDim.x) {
+  for (int number = blockIdx.x / walk.cluster; walk.find(a, number, tile); number += gridDim.x / walk.cluster) {
     if (tile.count == 0) continue;
     const int boxes = (tile.count + kBoxTokens - 1) / kBoxTokens;
     for (int chunk = 0; chunk < a.width / kChunk; ++chunk) {
       if (filled >= kStages) barrier_wait(&shared.empty[ring.stage], ring.parity ^ 1);
       ++filled;
       barrier_expect(&shared.full[ring.stage], boxes * kBoxTokens * kChunk * 2);
-      for (int box = 0; box < boxes; ++box) {
-        copy_tile_3d(shared.tokens[ring.stage] + box * kBoxTokens * kChunk * 2, map, &shared.full[ring.stage],
-                     chunk * kChunk, tile.first + box * kBoxTokens, 0);
+      for (int box = walk.rank; box < boxes; box += walk.cluster) {
+        uint8_t* to = shared.tokens[ring.stage] + box * kBoxTokens * kChunk * 2;
+        const int row = tile.first + box * kBoxTokens;
+        if (walk.cluster == 1) copy_tile_3d(to, map, &shared.full[ring.stage], chunk * kChunk, row, 0);
+        else copy_to_cluster(to, map, &shared.full[ring.stage], chunk * kChunk, row, (1 << walk.cluster) - 1);
       }
       ring.advance();
     }
@@ -378,31 +410,58 @@ __global__ void __launch_bounds__(kThreads, 1)
     many_kernel(const __grid_constant__ CUtensorMap map, const __grid_constant__ ManyArgs a) {
   extern __shared__ uint8_t raw[];
   ManyShared& shared = aligned_shared<ManyShared>(raw);
+  const Walk walk(a, MODE == kUp ? 64 : 128);
   if (threadIdx.x == 0) {
     for (int stage = 0; stage < kStages; ++stage) {
       barrier_init(&shared.full[stage], 1);
-      barrier_init(&shared.empty[stage], kConsumers * kWarpgroup / 32);
+      barrier_init(&shared.empty[stage], walk.cluster * kConsumers * kWarpgroup / 32);
     }
     barrier_init_fence();
   }
   __syncthreads();
-  const Walk walk(a, MODE == kUp ? 64 : 128);
+  cluster_sync();
+  // at the end a block waits for the others, which may still arrive at its barriers
   if (threadIdx.x < kWarpgroup) {
     give_registers<24>();
     if (threadIdx.x == 0) produce(&map, a, shared, walk);
+    __syncwarp();
+    cluster_sync();
   } else {
     take_registers<240>();
     consume<MXFP8, MODE>(a, shared, walk);
+    __syncwarp();
+    cluster_sync();
   }
 }
 
 template <bool MXFP8, Mode MODE>
-cudaError_t launch(const CUtensorMap& map, const ManyArgs& a, int processors, cudaStream_t stream) {
-  static const cudaError_t allowed = cudaFuncSetAttribute(
-      many_kernel<MXFP8, MODE>, cudaFuncAttributeMaxDynamicSharedMemorySize, kSharedBytes);
+cudaError_t launch(const CUtensorMap& map, const ManyArgs& a, int most_cluster, cudaStream_t stream) {
+  const auto kernel = many_kernel<MXFP8, MODE>;
+  static const cudaError_t allowed =
+      cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kSharedBytes);
   if (allowed != cudaSuccess) return allowed;
-  many_kernel<MXFP8, MODE><<<processors, kThreads, kSharedBytes, stream>>>(map, a);
-  return cudaGetLastError();
+  constexpr int kTileRows = MODE == kUp ? 64 : 128;
+  int cluster = most_cluster;
+  while ((a.outputs + kTileRows - 1) / kTileRows % cluster != 0) cluster /= 2;
+  cudaLaunchAttribute size;
+  size.id = cudaLaunchAttributeClusterDimension;
+  size.val.clusterDim.x = cluster;
+  size.val.clusterDim.y = size.val.clusterDim.z = 1;
+  cudaLaunchConfig_t config = {};
+  config.blockDim = kThreads;
+  config.dynamicSmemBytes = kSharedBytes;
+  config.stream = stream;
+  config.attrs = &size;
+  config.numAttrs = 1;
+  config.gridDim = cluster;
+  // one block stands on a processor, and not all processors may be of a whole cluster
+  static int most_clusters[kMostCluster + 1] = {};
+  if (most_clusters[cluster] == 0) {
+    const cudaError_t known = cudaOccupancyMaxActiveClusters(&most_clusters[cluster], kernel, &config);
+    if (known != cudaSuccess) return known;
+  }
+  config.gridDim = cluster * most_clusters[cluster];
+  return cudaLaunchKernelEx(&config, kernel, map, a);
 }
 
 // Tokens of sorted rows, columns in the order of the products: 4-byte words are moved whole.
@@ -417,12 +476,13 @@ __global__ void gather_kernel(const uint4* x, const int32_t* pairs, uint4* out, 
     const uint4* from = x + (token * x_row + static_cast<int64_t>(span) * SPAN) / 8;
 #pragma unroll
     for (int i = 0; i < kVectors; ++i) {
-      const uint4 four = __ldg(from + i);
+      uint4 four = __ldg(from + i);
+      if constexpr (SPAN == 64) four = in_order(four);
       in[4 * i] = four.x, in[4 * i + 1] = four.y, in[4 * i + 2] = four.z, in[4 * i + 3] = four.w;
     }
 #pragma unroll
     for (int word = 0; word < kWords; ++word) {
-      // word 4 * m + 2 * h... of a quarter's columns, see column_at
+      // see column_at
       const int quarter = word % 4;
       moved[word] = in[quarter * (kWords / 4) + word / 8 * 2 + word / 4 % 2];
     }
@@ -437,16 +497,17 @@ __global__ void gather_kernel(const uint4* x, const int32_t* pairs, uint4* out, 
 }  // namespace m3
 
 // mode: 0 up, 1 down; `map` is a host address of the tokens' tensor map
-extern "C" int m3_many(const m3::ManyArgs* a, const void* map, int mode, int processors, cudaStream_t stream) {
+extern "C" int m3_many(const m3::ManyArgs* a, const void* map, int mode, int most_cluster, cudaStream_t stream) {
   using namespace m3;
   const auto& tokens = *static_cast<const CUtensorMap*>(map);
   const bool coded = a->scales != nullptr;
+  if (most_cluster < 1 || most_cluster > kMostCluster) return cudaErrorInvalidValue;
   if (mode == kUp) {
-    return coded ? launch<true, kUp>(tokens, *a, processors, stream) : launch<false, kUp>(tokens, *a, processors, stream);
+    return coded ? launch<true, kUp>(tokens, *a, most_cluster, stream) : launch<false, kUp>(tokens, *a, most_cluster, stream);
   }
   if (mode == kDown) {
-    return coded ? launch<true, kDown>(tokens, *a, processors, stream)
-                 : launch<false, kDown>(tokens, *a, processors, stream);
+    return coded ? launch<true, kDown>(tokens, *a, most_cluster, stream)
+                 : launch<false, kDown>(tokens, *a, most_cluster, stream);
   }
   return cudaErrorInvalidValue;
 }

@@ -11,12 +11,15 @@ from torch import Tensor
 
 from m3stack.kernels.build import KernelUnavailableError, load_library
 
-SOURCES = ("moe_few.cu", "moe_many.cu", "msa_prefill_maps.cu")
+SOURCES = ("moe_few.cu", "moe_many.cu", "moe_route.cu", "msa_prefill_maps.cu")
 NEEDED_CAPABILITY = (9, 0)
 FEW_TOKENS = (8, 16, 32, 64)
 # of the kernels of many tokens: tokens of a block, and of one copy
 MANY_TOKENS, BOX_TOKENS, BOX_COLUMNS = 256, 64, 64
 MAP_BYTES = 128
+# blocks that share what they copy
+CLUSTER = 4
+ROUTE_TOKENS, ROUTE_EXPERTS, ROUTE_CHOSEN = 8, 256, 32
 
 
 class LaunchError(RuntimeError):
@@ -83,6 +86,25 @@ class ManyArgs(ctypes.Structure):
     )
 
 
+class RouteArgs(ctypes.Structure):
+    """Field for field the struct of the source; a pointer is a device address."""
+
+    _fields_ = (
+        ("x", c_void_p),
+        ("router", c_void_p),
+        ("bias", c_void_p),
+        ("scores", c_void_p),
+        ("arrived", c_void_p),
+        ("ids", c_void_p),
+        ("weights", c_void_p),
+        ("x_row", c_int64),
+        ("num_tokens", c_int32),
+        ("num_experts", c_int32),
+        ("top_k", c_int32),
+        ("width", c_int32),
+    )
+
+
 class ExpertLibrary:
     """The built kernels, launched on the current stream of the current device."""
 
@@ -101,7 +123,6 @@ class ExpertLibrary:
                 f"{capability[1]} ({torch.cuda.get_device_name()})"
             )
         library = load_library("moe", SOURCES)
-        self._processors = torch.cuda.get_device_properties(0).multi_processor_count
         self._map = library.m3_encode_map
         self._map.argtypes = [c_void_p, c_void_p, c_int, c_void_p, c_void_p, c_void_p]
         self._many = library.m3_many
@@ -110,9 +131,22 @@ class ExpertLibrary:
         self._gather.argtypes = [c_void_p, c_void_p, c_void_p, c_int64, *[c_int] * 5, c_void_p]
         for function in (self._map, self._many, self._gather):
             function.restype = c_int
+        self._route = library.m3_route
+        self._route.argtypes = [POINTER(RouteArgs), c_void_p]
+        self._route.restype = c_int
         self._few = library.m3_few
         self._few.argtypes = [POINTER(FewArgs), c_int, c_int, c_void_p]
         self._few.restype = c_int
+
+    def route(self, arguments: RouteArgs) -> None:
+        """Enqueues the routing of at most `ROUTE_TOKENS`.
+
+        Raises:
+            LaunchError: the runtime refused it.
+        """
+        code = self._route(byref(arguments), torch.cuda.current_stream().cuda_stream)
+        if code != 0:
+            raise LaunchError(f"m3_route: CUDA error {code}")
 
     def few(self, arguments: FewArgs, block_tokens: int, mode: Mode) -> None:
         """Enqueues the product of few tokens.
@@ -146,7 +180,7 @@ class ExpertLibrary:
         if code != 0:
             raise LaunchError(f"m3_encode_map of {tuple(tokens.shape)}: code {code}")
         stream = torch.cuda.current_stream().cuda_stream
-        code = self._many(byref(arguments), address, mode, self._processors, stream)
+        code = self._many(byref(arguments), address, mode, CLUSTER, stream)
         if code != 0:
             raise LaunchError(f"m3_many: CUDA error {code}")
 

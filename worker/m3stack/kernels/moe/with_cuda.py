@@ -11,10 +11,14 @@ from m3stack.kernels.interface import Mxfp8Weight, SharedExpert, Weight
 from m3stack.kernels.moe.cuda_library import (
     FEW_TOKENS,
     MANY_TOKENS,
+    ROUTE_CHOSEN,
+    ROUTE_EXPERTS,
+    ROUTE_TOKENS,
     ExpertLibrary,
     FewArgs,
     ManyArgs,
     Mode,
+    RouteArgs,
 )
 from m3stack.kernels.moe.grouping_with_triton import group_pairs, sort_pairs
 from m3stack.kernels.moe.with_triton import TritonExperts, combine
@@ -53,8 +57,37 @@ class CudaExperts:
     def __init__(self, device: torch.device) -> None:
         self._library = ExpertLibrary()
         self._triton = TritonExperts(device)
-        # a single launch in any case
-        self.route_tokens = self._triton.route_tokens
+        self._arrived = torch.zeros(1, dtype=torch.int32, device=device)
+
+    def route_tokens(
+        self, x_TM: Tensor, router_EM: Tensor, bias_E: Tensor, top_k: int
+    ) -> tuple[Tensor, Tensor]:
+        """See `interface.RouteTokens`; a single launch."""
+        (num_tokens, width), num_experts = x_TM.shape, router_EM.shape[0]
+        is_served = (
+            0 < num_tokens <= ROUTE_TOKENS
+            and num_experts <= ROUTE_EXPERTS
+            and top_k <= ROUTE_CHOSEN
+            and width % 4 == 0
+            and x_TM.dtype == torch.bfloat16
+            and _aligned(x_TM)
+        )
+        if not is_served:
+            return self._triton.route_tokens(x_TM, router_EM, bias_E, top_k)
+        assert router_EM.is_contiguous(), "router rows must stand back to back"
+        ids = torch.empty(num_tokens, top_k, dtype=torch.int32, device=x_TM.device)
+        weights, scores = (
+            torch.empty(num_tokens, count, dtype=torch.float32, device=x_TM.device)
+            for count in (top_k, num_experts)
+        )
+        arguments = RouteArgs(
+            x=x_TM.data_ptr(), router=router_EM.data_ptr(), bias=bias_E.data_ptr(),
+            scores=scores.data_ptr(), arrived=self._arrived.data_ptr(), ids=ids.data_ptr(),
+            weights=weights.data_ptr(), x_row=x_TM.stride(0), num_tokens=num_tokens,
+            num_experts=num_experts, top_k=top_k, width=width,
+        )  # fmt: skip
+        self._library.route(arguments)
+        return ids, weights
 
     def run_experts(
         self,
@@ -144,14 +177,25 @@ class _Call:
     def run_few(self, routed: _Matrices, own: _Matrices | None, tokens: int) -> Tensor:
         """Blocks of `tokens` pairs; hidden rows and results stand by pair."""
         (num_tokens, top_k), num_pairs = self.ids_Tk.shape, self.ids_Tk.numel()
-        blocks = group_pairs(self.ids_Tk, _elements(routed.gate_up).shape[0], tokens)
         hidden, results = self._buffers(routed, own, torch.float32)
+        num_experts = _elements(routed.gate_up).shape[0]
+        if num_tokens == 1:
+            # one token's experts are all different: each is a block by itself
+            pairs, experts, max_blocks = None, self.ids_Tk, num_pairs
+        else:
+            blocks = group_pairs(self.ids_Tk, num_experts, tokens)
+            pairs, experts, max_blocks = blocks.pairs, blocks.experts, blocks.max_blocks
         # the shared expert rides in the routed ones' launches while it is no more blocks than two
         own_tokens = tokens if num_tokens <= 2 * tokens else _block_of(num_tokens)
         own_blocks = 0 if own is None else -(-num_tokens // own_tokens)
-        launches = [(blocks.max_blocks, own_blocks, tokens)]
+        launches = [(max_blocks, own_blocks, tokens)]
         if own is not None and own_tokens != tokens:
-            launches = [(0, own_blocks, own_tokens), (blocks.max_blocks, 0, tokens)]
+            launches = [(0, own_blocks, own_tokens), (max_blocks, 0, tokens)]
+        apart = None
+        if own is not None and num_tokens > FEW_TOKENS[-1]:
+            # more blocks of it would each read its weights again
+            apart = self._own_of_many(own)
+            launches = launches[1:]
         for mode, source, target in (
             (Mode.UP, self.x_TM, hidden),
             (Mode.DOWN, hidden, results),
@@ -162,7 +206,8 @@ class _Call:
                 arguments = FewArgs(
                     x=source.data_ptr(), elements=elements, scales=scales,
                     shared_elements=own_elements, shared_scales=own_scales,
-                    pairs=blocks.pairs.data_ptr(), experts=blocks.experts.data_ptr(),
+                    pairs=None if pairs is None else pairs.data_ptr(),
+                    experts=experts.data_ptr(),
                     weights=self.weights_Tk.data_ptr(), out=target.data_ptr(),
                     x_row=source.stride(0), alpha=self.alpha, limit=self.limit,
                     factor=self.factor, num_pairs=num_pairs,
@@ -171,7 +216,28 @@ class _Call:
                     shared_blocks=shared_blocks, num_blocks=shared_blocks + routed_blocks,
                 )  # fmt: skip
                 self.library.few(arguments, block_tokens, mode)
-        return self._combined(results, own)
+        if own is None:
+            return self._combined(results, None)
+        return self._combined(results, results[num_pairs:] if apart is None else apart)
+
+    def _own_of_many(self, own: _Matrices) -> Tensor:
+        """The shared expert's results alone, by the kernels of many tokens: bf16 [T, M]."""
+        (num_tokens, width), is_mxfp8 = self.x_TM.shape, isinstance(own.gate_up, Mxfp8Weight)
+        inner = _elements(own.down).shape[1]
+        ordered, hidden, out = (
+            torch.empty(num_tokens, count, dtype=torch.bfloat16, device=self.x_TM.device)
+            for count in (width, inner, width)
+        )
+        self.library.gather(self.x_TM, None, ordered, top_k=1, is_mxfp8=is_mxfp8)
+        for mode, source, target in ((Mode.UP, ordered, hidden), (Mode.DOWN, hidden, out)):
+            elements, scales = _pointers(own.at(mode))
+            arguments = ManyArgs(
+                shared_elements=elements, shared_scales=scales, scales=scales,
+                out=target.data_ptr(), alpha=self.alpha, limit=self.limit, factor=1.0,
+                num_tokens=num_tokens, width=source.shape[1], outputs=target.shape[1],
+            )  # fmt: skip
+            self.library.many(arguments, source, mode)
+        return out
 
     def run_many(self, routed: _Matrices, own: _Matrices | None) -> Tensor:
         """Pairs sorted by expert; results are rounded to bf16 before they are added up."""
@@ -196,7 +262,7 @@ class _Call:
                 width=source.shape[1], outputs=target.shape[1], max_blocks=order.max_blocks,
             )  # fmt: skip
             self.library.many(arguments, source, mode)
-        return self._combined(results, own)
+        return self._combined(results, None if own is None else results[self.ids_Tk.numel() :])
 
     def _buffers(
         self, routed: _Matrices, own: _Matrices | None, dtype: torch.dtype
@@ -208,9 +274,9 @@ class _Call:
         hidden = torch.empty(rows, inner, dtype=torch.bfloat16, device=device)
         return hidden, torch.empty(rows, width, dtype=dtype, device=device)
 
-    def _combined(self, results: Tensor, own: _Matrices | None) -> Tensor:
+    def _combined(self, results: Tensor, own_TM: Tensor | None) -> Tensor:
         out_TM = torch.empty_like(self.x_TM, memory_format=torch.contiguous_format)
-        combine(results, self.ids_Tk, out_TM, has_shared=own is not None)
+        combine(results, self.ids_Tk, out_TM, own_TM)
         return out_TM
 
 

@@ -192,10 +192,10 @@ def _down_kernel(
 
 @triton.jit
 def combine_kernel(
-    results, ids, out, num_tokens,
-    CHOSEN: tl.constexpr, HAS_SHARED: tl.constexpr, WIDTH: tl.constexpr, COLUMNS: tl.constexpr,
+    results, ids, own, out,
+    CHOSEN: tl.constexpr, HAS_OWN: tl.constexpr, WIDTH: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """Adds up each token's results [T * k (+ T), WIDTH], those of the shared expert last."""
+    """Adds up each token's results [T * k, WIDTH], and the shared expert's [T, WIDTH]."""
     token = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     inside = column < WIDTH
@@ -205,19 +205,18 @@ def combine_kernel(
         used = tl.load(ids + token * CHOSEN + choice) >= 0
         one = results + (token * CHOSEN + choice) * WIDTH + column
         total += tl.load(one, mask=inside & used, other=0.0).to(tl.float32)
-    if HAS_SHARED:
-        one = results + (num_tokens * CHOSEN + token) * WIDTH + column
-        total += tl.load(one, mask=inside, other=0.0).to(tl.float32)
+    if HAS_OWN:
+        total += tl.load(own + token * WIDTH + column, mask=inside, other=0.0).to(tl.float32)
     tl.store(out + token * WIDTH + column, total.to(out.dtype.element_ty), mask=inside)
 
 
-def combine(results: Tensor, ids_Tk: Tensor, out_TM: Tensor, *, has_shared: bool) -> None:
-    """Writes each token's sum of its experts' results into `out_TM`."""
+def combine(results: Tensor, ids_Tk: Tensor, out_TM: Tensor, own_TM: Tensor | None) -> None:
+    """Writes each token's sum of its experts' results, and its shared one's, into `out_TM`."""
     (num_tokens, chosen), width = ids_Tk.shape, out_TM.shape[1]
     columns = min(COMBINED_COLUMNS, triton.next_power_of_2(width))
     combine_kernel[(num_tokens, triton.cdiv(width, columns))](
-        results, ids_Tk, out_TM, num_tokens,
-        CHOSEN=chosen, HAS_SHARED=has_shared, WIDTH=width, COLUMNS=columns, num_warps=4,
+        results, ids_Tk, results if own_TM is None else own_TM, out_TM,
+        CHOSEN=chosen, HAS_OWN=own_TM is not None, WIDTH=width, COLUMNS=columns, num_warps=4,
     )  # fmt: skip
 
 
@@ -268,7 +267,7 @@ class TritonExperts(TritonRouter):
             first_T1 = torch.zeros(num_tokens, 1, dtype=torch.int32, device=x_TM.device)
             matrices = (_parts(shared.gate_up_fM).stack(), _parts(shared.down_MF).stack())
             self._products(x_TM, *matrices, first_T1, None, clamp, results[num_pairs:])
-        combine(results, ids_Tk, out, has_shared=shared is not None)
+        combine(results, ids_Tk, out, None if shared is None else results[num_pairs:])
         return out
 
     def _products(
