@@ -179,3 +179,17 @@ def test_the_table_says_what_does_not_fit_and_what_would() -> None:
 def test_bad_requests_are_named(change: dict[str, Any], message: str) -> None:
     with pytest.raises(StartupError, match=message):
         plan(**change)
+
+
+def test_index_keys_that_are_shared_out_leave_room_for_a_third_more_tokens() -> None:
+    per_token = {
+        gpus: kv_bytes_per_token(RELEASED, KvFormat.BF16, gpus, shard_index_keys=True)
+        for gpus in (2, 4, 8)
+    }
+    assert per_token == {2: 68_736, 4: 34_368, 8: 32_544}
+    whole, shared = plan(), plan(shard_index_keys=True)
+    assert 1.35 < shared.cache_tokens / whole.cache_tokens < 1.4
+    # every GPU projects the index queries of all groups: three heads more of 57 layers
+    more = shared.weight_bytes - whole.weight_bytes
+    assert more == 57 * 3 * 128 * 6144 * 33 // 32
+    assert "index keys shared out" in table(shared)

@@ -57,6 +57,7 @@ class MemoryPlan:
         weight_bytes: of its slices and of what stands on every GPU.
         replicated_bytes: what it holds beyond its even share of the weights.
         kv_bytes_per_token: keys, values and index keys of all layers.
+        shard_index_keys: each GPU holds the index keys of its share of the pages only.
         work_bytes: beside weights and cache, by name; estimates.
         page_tokens: the cache is given out in pages of this many.
         max_context_tokens: that the model supports.
@@ -74,6 +75,7 @@ class MemoryPlan:
     work_bytes: tuple[tuple[str, int], ...]
     page_tokens: int
     max_context_tokens: int
+    shard_index_keys: bool
 
     @property
     def cache_bytes(self) -> int:
@@ -119,6 +121,7 @@ def plan_memory(
     context_tokens: int,
     concurrency: int,
     kv_format: KvFormat | str,
+    shard_index_keys: bool = False,
     config: M3Config | None = None,
 ) -> MemoryPlan:
     """Plans one tensor-parallel group.
@@ -130,6 +133,7 @@ def plan_memory(
         context_tokens: of each request.
         concurrency: requests at once.
         kv_format: `bf16`, `fp8` or `fp8-all`.
+        shard_index_keys: as the worker's setting.
         config: of the model; the released one unless given. Its own quantisation is not looked at.
 
     Raises:
@@ -143,7 +147,7 @@ def plan_memory(
             f"context is {context_tokens} tokens, the model supports "
             f"{config.max_position_embeddings}"
         )
-    held = weights_of_rank(config, weights, gpus)
+    held = weights_of_rank(config, weights, gpus, shard_index_keys=shard_index_keys)
     whole = held if gpus == 1 else weights_of_rank(config, weights, 1)
     return MemoryPlan(
         gpus=gpus,
@@ -154,10 +158,11 @@ def plan_memory(
         concurrency=concurrency,
         weight_bytes=held,
         replicated_bytes=held - whole // gpus,
-        kv_bytes_per_token=kv_bytes_per_token(config, kv, gpus),
+        kv_bytes_per_token=kv_bytes_per_token(config, kv, gpus, shard_index_keys=shard_index_keys),
         work_bytes=tuple(_work(config, gpus, concurrency)),
         page_tokens=config.block_tokens,
         max_context_tokens=config.max_position_embeddings,
+        shard_index_keys=shard_index_keys,
     )
 
 
@@ -167,7 +172,9 @@ def released_model_config() -> M3Config:
     return M3Config.from_object(json.loads(file.read_text(encoding="utf-8")))
 
 
-def weights_of_rank(config: M3Config, weights: WeightFormat, gpus: int) -> int:
+def weights_of_rank(
+    config: M3Config, weights: WeightFormat, gpus: int, *, shard_index_keys: bool = False
+) -> int:
     """Bytes of the weights that each of a group of GPUs holds; the first one is as full as any.
 
     Raises:
@@ -175,7 +182,8 @@ def weights_of_rank(config: M3Config, weights: WeightFormat, gpus: int) -> int:
     """
 
     def with_experts(count: int) -> int:
-        slices = rank_slices(replace(config, num_experts=count), Rank(0, gpus))
+        rank = Rank(0, gpus, index_in_parts=shard_index_keys)
+        slices = rank_slices(replace(config, num_experts=count), rank)
         return sum(_slice_bytes(item, weights) for item in slices.values())
 
     # one expert takes what any other does, its row of the router included
@@ -183,12 +191,15 @@ def weights_of_rank(config: M3Config, weights: WeightFormat, gpus: int) -> int:
     return one + (config.num_experts - 1) * (with_experts(2) - one)
 
 
-def kv_bytes_per_token(config: M3Config, kv: KvFormat, gpus: int) -> int:
-    """Bytes of cache of one token on each GPU; the one index key stands on all of them."""
+def kv_bytes_per_token(
+    config: M3Config, kv: KvFormat, gpus: int, *, shard_index_keys: bool = False
+) -> int:
+    """Bytes of cache of one token on each GPU; the one index key stands on all of them, or once."""
     value_bytes, index_bytes = kv.value_bytes
     heads = max(1, config.num_kv_heads // gpus)
     keys_and_values = config.num_layers * 2 * heads * config.head_dim * value_bytes
-    return keys_and_values + sum(config.sparse_layers) * config.index_dim * index_bytes
+    index_keys = sum(config.sparse_layers) * config.index_dim * index_bytes
+    return keys_and_values + (-(-index_keys // gpus) if shard_index_keys else index_keys)
 
 
 def table(plan: MemoryPlan) -> str:
@@ -199,7 +210,8 @@ def table(plan: MemoryPlan) -> str:
         *((name, size, "estimate") for name, size in plan.work_bytes),
         ("cache, needed", plan.needed_bytes,
          f"{plan.concurrency} x {plan.context_tokens} tokens, {plan.kv_format.value}, "
-         f"{plan.kv_bytes_per_token / 1000:.1f} kB a token"),
+         f"{plan.kv_bytes_per_token / 1000:.1f} kB a token"
+         + (", index keys shared out" if plan.shard_index_keys else "")),
         ("cache, possible", max(0, plan.cache_bytes), f"{plan.cache_tokens} tokens"),
     ]  # fmt: skip
     each = f"{plan.gpu_bytes / GIB:.1f} GiB"
@@ -236,6 +248,7 @@ def smallest_group(plan: MemoryPlan, config: M3Config | None = None) -> int | No
             context_tokens=plan.context_tokens,
             concurrency=plan.concurrency,
             kv_format=plan.kv_format,
+            shard_index_keys=plan.shard_index_keys,
             config=config,
         )
         if larger.fits:

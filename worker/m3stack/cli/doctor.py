@@ -79,9 +79,12 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument(
         "--kv", default="bf16", choices=("bf16", "fp8", "fp8-all"), help="cache format for --plan"
     )
+    parser.add_argument(
+        "--shard-index-keys", action="store_true", help="as the worker's setting, for --plan"
+    )
     arguments = parser.parse_args(argv)
     if arguments.plan is not None:
-        return plan(arguments.plan, arguments.kv)
+        return plan(arguments.plan, arguments.kv, shard_index_keys=arguments.shard_index_keys)
     model = arguments.model if arguments.model is not None else builtin_checkpoint("tiny")
     checks: list[Callable[[], Iterator[Finding]]] = [
         machine,
@@ -106,7 +109,7 @@ def main(argv: Sequence[str]) -> int:
     return 0 if is_fit else 1
 
 
-def plan(numbers: Sequence[str], kv_format: str) -> int:
+def plan(numbers: Sequence[str], kv_format: str, *, shard_index_keys: bool = False) -> int:
     """Prints what of M3 fits where; 0 planned, 1 a number cannot be used."""
     # these need torch, and a doctor must work without it
     from m3stack import memory_plan
@@ -120,6 +123,7 @@ def plan(numbers: Sequence[str], kv_format: str) -> int:
             context_tokens=int(context_tokens),
             concurrency=int(concurrency),
             kv_format=kv_format,
+            shard_index_keys=shard_index_keys,
         )
     except (ValueError, StartupError) as error:
         print(f"m3stack doctor --plan: {error}", file=sys.stderr)
