@@ -19,6 +19,9 @@ from m3stack.kernels.msa.prefill import block_attention_prefill
 from m3stack.kernels.msa.prefill.cuda_library import PrefillLibrary
 from m3stack.kernels.msa.prefill.widened_pages import block_attention_fp8, widen_chosen
 from m3stack.kernels.msa.prefill.with_cuda import Arm, AttendPolicy, CudaPrefill
+from m3stack.kernels.msa.with_cuda import CudaMsa
+from m3stack.kernels.triton_table import TritonMsa
+from tests.worker.kernels.test_select import M3
 
 # numpy warns about how the interpreter of triton 3.6 reads scalars
 pytestmark = pytest.mark.filterwarnings("ignore:Conversion of an array:DeprecationWarning")
@@ -87,6 +90,41 @@ def test_attention_over_e4m3_pages_is_that_over_what_they_stand_for(new_blocks):
     expected = reference.block_attention(batch.q_THD.float(), exact, *inputs)
     # fp16 weights and output
     require_close(actual, expected, limit=3e-3, what="attention over e4m3 pages")
+
+
+@pytest.mark.parametrize("num_rows", [(1, 1), (9, 5)])
+def test_triton_serves_e4m3_pages_without_scales(num_rows):
+    torch.set_num_threads(1)
+    shape = BatchShape(seq_lens=(700, 300), num_rows=num_rows, groups=1, heads_per_group=4)
+    batch = make_batch(shape, device=DEVICE, seed=7, poison=False, dtype=torch.float16)
+    pages = LayerPages(
+        batch.pages.k_PGBD.to(torch.float8_e4m3fn),
+        batch.pages.v_PGBD.to(torch.float8_e4m3fn),
+        batch.pages.index_k_PBD,
+    )
+    assert pages.index_k_PBD is not None
+    blocks_GTK = reference.choose_blocks(batch.index_q_TGD, pages.index_k_PBD, batch.rows, 4, 1)
+    inputs = (blocks_GTK, batch.rows, SCALE)
+    expected = reference.block_attention(batch.q_THD, pages, *inputs)
+    actual = TritonMsa().block_attention(batch.q_THD, pages, *inputs)
+    require_close(actual, expected, limit=3e-3, what="e4m3 pages")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("num_rows", [(1, 1), (4, 2), (300, 70)])
+def test_cuda_serves_e4m3_pages_without_scales(num_rows):
+    batch = make_batch(BatchShape(seq_lens=(9000, 5000), num_rows=num_rows), device="cuda", seed=8)
+    pages = LayerPages(
+        batch.pages.k_PGBD.to(torch.float8_e4m3fn),
+        batch.pages.v_PGBD.to(torch.float8_e4m3fn),
+        batch.pages.index_k_PBD,
+    )
+    msa = CudaMsa(M3)
+    blocks_GTK = msa.choose_blocks(batch.index_q_TGD, pages.index_k_PBD, batch.rows, 16, 1)
+    inputs = (blocks_GTK, batch.rows, SCALE)
+    expected = reference.block_attention(batch.q_THD, pages, *inputs)
+    actual = msa.block_attention(batch.q_THD, pages, *inputs)
+    require_close(actual, expected, limit=6e-3, what="e4m3 pages")
 
 
 @pytest.mark.gpu

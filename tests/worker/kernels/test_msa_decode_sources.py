@@ -54,7 +54,7 @@ KERNELS = {
     "dense": (dense._paged_kernel, dict(GROUPS=4, HEADS=16, HEAD_TILE=16, ROWS=4, DIM=128,
         PAGE=128, SPLITS=1, WIDEN=False), 8),
     "prologue": (pointwise._prologue_kernel, dict(HEADS=64, GROUPS=4, INDEX_GROUPS=4,
-        DIM=128, ROTATED=64, PAGE=128, HAS_INDEX=True, TILE=16), 4),
+        DIM=128, ROTATED=64, PAGE=128, HAS_INDEX=True, TILE=16, NARROW=False), 4),
 }
 tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
 report = {}

@@ -10,8 +10,10 @@ from torch import Tensor
 from m3stack.kernels.attention import with_triton as attention
 from m3stack.kernels.interface import LayerPages, PagedRows
 from m3stack.kernels.moe.with_triton import TritonExperts
+from m3stack.kernels.msa.decode.fp8_pages import Fp8Pages
 from m3stack.kernels.msa.decode.with_triton import TritonDecode
 from m3stack.kernels.msa.prefill import with_triton as prefill
+from m3stack.kernels.msa.prefill.widened_pages import block_attention_fp8
 from m3stack.kernels.pointwise import with_triton as pointwise
 from m3stack.kernels.quantised import with_triton as quantised
 
@@ -45,7 +47,11 @@ class TritonMsa:
         """See `interface.BlockAttention`."""
         few = rows.max_query_len <= MAX_DECODE_ROWS
         run = self._decode.block_attention if few else prefill.block_attention
-        return run(q_THD.contiguous(), pages, blocks_GTK, rows, scale)
+        q_THD = q_THD.contiguous()
+        if pages.k_PGBD.dtype != torch.float8_e4m3fn:
+            return run(q_THD, pages, blocks_GTK, rows, scale)
+        fp8 = Fp8Pages(pages.k_PGBD, pages.v_PGBD, None, None)
+        return block_attention_fp8(run, q_THD, fp8, blocks_GTK, rows, scale)
 
 
 def paged_attention(q_THD: Tensor, pages: LayerPages, rows: PagedRows, scale: float) -> Tensor:

@@ -231,6 +231,8 @@ def prepare_fp8(shape: DecodeShape, ceilings: Ceilings) -> Prepared:
         return kernels.block_attention_fp8(batch.q_THD, pages, blocks_GTK, batch.rows, SCALE)
 
     def check() -> None:
+        assert pools[0].k_scale_PG is not None
+        assert pools[0].v_scale_PG is not None
         pages = LayerPages(
             pools[0].k_PGBD.float() * pools[0].k_scale_PG[..., None, None],
             pools[0].v_PGBD.float() * pools[0].v_scale_PG[..., None, None],

@@ -28,6 +28,8 @@ from m3stack.kernels.msa.prefill.with_cuda import CudaPrefill
 
 def _dequantised(pages: Fp8Pages) -> LayerPages:
     """Exactly what the pages stand for: the scales are powers of two."""
+    assert pages.k_scale_PG is not None
+    assert pages.v_scale_PG is not None
     k, v = (
         pool.to(torch.bfloat16) * scale_PG[..., None, None].to(torch.bfloat16)
         for pool, scale_PG in (

@@ -213,7 +213,7 @@ __global__ void __launch_bounds__(AttendShape<kTeams>::kThreads, AttendShape<kTe
     int page = real ? args.page_table[sequence * args.table_stride + block] : 0;
     const uint32_t chosen = __ballot_sync(~0u, real);
     float key_scale = args.scale_log2, value_scale = 1.f;
-    if (kFp8 && real) {
+    if (kFp8 && real && args.k_scale != nullptr) {
         key_scale *= args.k_scale[int64_t(page) * args.groups + group];
         value_scale = args.v_scale[int64_t(page) * args.groups + group];
     }

@@ -12,7 +12,7 @@ struct AttendArgs {
     const __nv_bfloat16* q;  // [T,H,D]
     const void* k;           // bf16 or e4m3
     const void* v;
-    const float* k_scale;    // e4m3 only: [P,G]
+    const float* k_scale;    // e4m3 only: [P,G], or null where all are 1
     const float* v_scale;
     const int32_t* query_start;
     const int32_t* seq_lens;

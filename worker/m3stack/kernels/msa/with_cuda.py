@@ -10,10 +10,12 @@ from torch import Tensor
 from m3stack.kernels.build import KernelUnavailableError
 from m3stack.kernels.interface import LayerPages, PagedRows
 from m3stack.kernels.msa.decode.cuda_library import DecodeLibrary
+from m3stack.kernels.msa.decode.fp8_pages import Fp8Pages
 from m3stack.kernels.msa.decode.two_stage import MAX_LINES, choose_blocks_two_stage
 from m3stack.kernels.msa.decode.with_cuda import CudaDecode
 from m3stack.kernels.msa.index_copy import IndexCopy
 from m3stack.kernels.msa.prefill.cuda_library import PrefillLibrary
+from m3stack.kernels.msa.prefill.widened_pages import block_attention_fp8
 from m3stack.kernels.msa.prefill.with_cuda import (
     BLOCK_TOKENS,
     HEAD_DIM,
@@ -70,8 +72,14 @@ class CudaMsa:
         self, q_THD: Tensor, pages: LayerPages, blocks_GTK: Tensor, rows: PagedRows, scale: float
     ) -> Tensor:
         """See `interface.BlockAttention`."""
-        arm = self._arm(pages.k_PGBD.shape[1], rows)
-        return arm.block_attention(q_THD.contiguous(), pages, blocks_GTK, rows, scale)
+        arm, q_THD = self._arm(pages.k_PGBD.shape[1], rows), q_THD.contiguous()
+        if pages.k_PGBD.dtype != torch.float8_e4m3fn:
+            return arm.block_attention(q_THD, pages, blocks_GTK, rows, scale)
+        fp8 = Fp8Pages(pages.k_PGBD, pages.v_PGBD, None, None)
+        if arm is self.decode:
+            return self.decode.block_attention_fp8(q_THD, fp8, blocks_GTK, rows, scale)
+        attend = self.prefill.block_attention
+        return block_attention_fp8(attend, q_THD, fp8, blocks_GTK, rows, scale)
 
     def _arm(self, groups: int, rows: PagedRows) -> CudaDecode | CudaPrefill:
         return self.decode if self.decode.serves(groups, rows) else self.prefill

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from m3stack.kernels.interface import HeadNorms, LayerPages
+from m3stack.kernels.msa.decode.fp8_pages import E4M3_MAX
 from m3stack.kernels.msa.index_copy import IndexCopy, write_index_copy
 
 
@@ -59,8 +60,8 @@ def attention_prologue(
     key_slots, (k_TGD, v_TGD, key_cos, key_sin) = _written(slots_T, k_TGD, v_TGD, cos, sin)
     page_T, offset_T = key_slots // block, key_slots % block
     k_TGD = rotate(gemma_norm(k_TGD, norms.k, norms.eps), key_cos, key_sin)
-    pages.k_PGBD[page_T, :, offset_T] = k_TGD.to(pages.k_PGBD.dtype)
-    pages.v_PGBD[page_T, :, offset_T] = v_TGD.to(pages.v_PGBD.dtype)
+    pages.k_PGBD[page_T, :, offset_T] = _kept(k_TGD, pages.k_PGBD.dtype)
+    pages.v_PGBD[page_T, :, offset_T] = _kept(v_TGD, pages.v_PGBD.dtype)
     q_THD = rotate(gemma_norm(q_THD, norms.q, norms.eps), cos, sin)
     if index_q_TGD is None or index_k_TD is None:
         return q_THD, None
@@ -85,6 +86,13 @@ def _written(slots_T: Tensor, *rows: Tensor) -> tuple[Tensor, tuple[Tensor, ...]
     if bool(is_written_T.all()):
         return slots_T, rows
     return slots_T[is_written_T], tuple(row[is_written_T] for row in rows)
+
+
+def _kept(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """Values as a cache of this dtype keeps them: e4m3 saturates, NaN stays."""
+    if dtype == torch.float8_e4m3fn:
+        x = x.clamp(-E4M3_MAX, E4M3_MAX)
+    return x.to(dtype)
 
 
 def _wide(x: Tensor) -> Tensor:

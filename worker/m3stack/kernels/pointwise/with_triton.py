@@ -120,6 +120,7 @@ def _prologue_kernel(
     eps,
     HEADS: tl.constexpr, GROUPS: tl.constexpr, INDEX_GROUPS: tl.constexpr, DIM: tl.constexpr,
     ROTATED: tl.constexpr, PAGE: tl.constexpr, HAS_INDEX: tl.constexpr, TILE: tl.constexpr,
+    NARROW: tl.constexpr,
 ):  # fmt: skip
     token = tl.program_id(0).to(tl.int64)
     part = tl.program_id(1)
@@ -144,9 +145,15 @@ def _prologue_kernel(
             k + token * k_token, k_head, group, k_norm, cos, sin, eps, ROTATED, DIM
         )
         keep = written & (group[:, None] >= 0) & (column[None, :] >= 0)
+        raw_v = tl.load(v + token * v_token + group[:, None] * v_head + column[None, :])
+        if NARROW:
+            # comparisons that keep NaN
+            raw_v = raw_v.to(tl.float32)
+            raw_v = tl.where(raw_v > 448.0, 448.0, tl.where(raw_v < -448.0, -448.0, raw_v))
+            turned_k = tl.where(turned_k > 448.0, 448.0, turned_k)
+            turned_k = tl.where(turned_k < -448.0, -448.0, turned_k)
         k_to = k_pages + page * k_page + offset * k_slot + group[:, None] * k_group
         tl.store(k_to + column[None, :], turned_k.to(k_pages.dtype.element_ty), mask=keep)
-        raw_v = tl.load(v + token * v_token + group[:, None] * v_head + column[None, :])
         v_to = v_pages + page * v_page + offset * v_slot + group[:, None] * v_group
         tl.store(v_to + column[None, :], raw_v.to(v_pages.dtype.element_ty), mask=keep)
         if HAS_INDEX:
@@ -220,6 +227,7 @@ def attention_prologue(
         norms.eps,
         HEADS=heads, GROUPS=groups, INDEX_GROUPS=index_q.shape[1], DIM=dim,
         ROTATED=2 * cos.shape[-1], PAGE=page_tokens, HAS_INDEX=has_index, TILE=tile,
+        NARROW=pages.k_PGBD.dtype == torch.float8_e4m3fn,
         num_warps=4,
     )  # fmt: skip
     if has_index and pages.index_copy_PX is not None:

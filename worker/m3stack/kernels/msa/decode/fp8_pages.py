@@ -19,13 +19,13 @@ class Fp8Pages:
     Attributes:
         k_PGBD, v_PGBD: float8_e4m3fn [P, G, B, D].
         k_scale_PG, v_scale_PG: fp32 [P, G], contiguous; powers of two, so that bf16 holds every
-            value that an element stands for.
+            value that an element stands for. None where all are 1.
     """
 
     k_PGBD: Tensor
     v_PGBD: Tensor
-    k_scale_PG: Tensor
-    v_scale_PG: Tensor
+    k_scale_PG: Tensor | None
+    v_scale_PG: Tensor | None
 
 
 def quantise_pages(pool_PGBD: Tensor) -> tuple[Tensor, Tensor]:

@@ -154,7 +154,13 @@ class CudaDecode:
             _require(pool.dtype == torch.float8_e4m3fn, "fp8 K and V must be e4m3", pool.dtype)
         scales_PG = (pages.k_scale_PG, pages.v_scale_PG)
         for scales in scales_PG:
-            _require(scales.is_contiguous(), "scales must be contiguous", scales.stride())
+            if scales is not None:
+                _require(scales.is_contiguous(), "scales must be contiguous", scales.stride())
+        _require(
+            (scales_PG[0] is None) == (scales_PG[1] is None),
+            "K and V must both have scales or both none",
+            scales_PG[0],
+        )
         kv_PGBD = (pages.k_PGBD, pages.v_PGBD)
         return self._attend(q_THD, kv_PGBD, scales_PG, blocks_GTK, rows, scale)
 
@@ -196,7 +202,7 @@ class CudaDecode:
             num_chosen=num_chosen,
             **row_fields(rows),
         )
-        is_fp8 = int(scales_PG[0] is not None)
+        is_fp8 = int(k_PGBD.dtype == torch.float8_e4m3fn)
         lines = num_tokens * groups
         serves_blocks = not is_fp8 and num_chosen <= CLUSTER_SPLITS
         plan = attention_plan(lines, self.library.num_processors, serves_blocks=serves_blocks)

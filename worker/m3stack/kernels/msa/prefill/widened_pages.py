@@ -25,7 +25,7 @@ Attend = Callable[[Tensor, LayerPages, Tensor, PagedRows, float], Tensor]
 def _widen_kernel(
     k, v, k_scale, v_scale, k_to, v_to, table, number,
     k_page, k_group, k_token, v_page, v_group, v_token, table_stride, blocks,
-    GROUPS: tl.constexpr, PAGE: tl.constexpr, DIM: tl.constexpr,
+    GROUPS: tl.constexpr, PAGE: tl.constexpr, DIM: tl.constexpr, SCALED: tl.constexpr,
 ):  # fmt: skip
     entry, group = tl.program_id(0), tl.program_id(1)
     place = tl.load(number + entry)
@@ -37,10 +37,12 @@ def _widen_kernel(
         to += slot[:, None] * DIM + dim[None, :]
         k_at = k + page * k_page + group * k_group + slot[:, None] * k_token + dim[None, :]
         v_at = v + page * v_page + group * v_group + slot[:, None] * v_token + dim[None, :]
-        scale = tl.load(k_scale + page * GROUPS + group)
-        tl.store(k_to + to, (tl.load(k_at).to(tl.float32) * scale).to(k_to.dtype.element_ty))
-        scale = tl.load(v_scale + page * GROUPS + group)
-        tl.store(v_to + to, (tl.load(v_at).to(tl.float32) * scale).to(v_to.dtype.element_ty))
+        key, value = tl.load(k_at).to(tl.float32), tl.load(v_at).to(tl.float32)
+        if SCALED:
+            key *= tl.load(k_scale + page * GROUPS + group)
+            value *= tl.load(v_scale + page * GROUPS + group)
+        tl.store(k_to + to, key.to(k_to.dtype.element_ty))
+        tl.store(v_to + to, value.to(v_to.dtype.element_ty))
 
 
 def widen_chosen(
@@ -72,12 +74,15 @@ def widen_chosen(
         torch.empty(size, dtype=dtype, device=device),
         None,
     )
+    scales = (pages.k_scale_PG, pages.v_scale_PG)
+    is_scaled = scales[0] is not None
     _widen_kernel[(num_seqs * blocks, groups)](
-        pages.k_PGBD, pages.v_PGBD, pages.k_scale_PG, pages.v_scale_PG, wide.k_PGBD, wide.v_PGBD,
+        pages.k_PGBD, pages.v_PGBD, *(scales if is_scaled else (number, number)),
+        wide.k_PGBD, wide.v_PGBD,
         rows.page_table_SJ, number,
         *pages.k_PGBD.stride()[:3], *pages.v_PGBD.stride()[:3],
         rows.page_table_SJ.stride(0), blocks,
-        GROUPS=groups, PAGE=page_tokens, DIM=dim, num_warps=8,
+        GROUPS=groups, PAGE=page_tokens, DIM=dim, SCALED=is_scaled, num_warps=8,
     )  # fmt: skip
     table_SJ = number.clamp(min=0).view(num_seqs, blocks)
     return wide, PagedRows(
