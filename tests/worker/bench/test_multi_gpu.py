@@ -57,12 +57,14 @@ def test_every_way_to_divide_gives_the_same_tokens(tmp_path: Path) -> None:
 
 
 def test_divided_models_are_held_to_what_rounding_moves() -> None:
-    yardstick = {"kind": "equality", "relative_error": 0.01, "equal_tokens": 8, "decided_tokens": 6}
+    yardstick = {"kind": "equality", "relative_error": 0.01, "equal_tokens": 7, "tokens": 8}
     assert are_equal([])
-    assert are_equal([yardstick, yardstick | {"relative_error": 0.02, "equal_tokens": 6}])
-    assert not are_equal([yardstick, yardstick | {"equal_tokens": 5}])
+    assert are_equal([yardstick, yardstick | {"relative_error": 0.02, "equal_tokens": 5}])
     assert not are_equal([yardstick, yardstick | {"relative_error": 0.021}])
     assert not are_equal([yardstick, yardstick | {"relative_error": float("nan")}])
+    exact = {"kind": "equality", "relative_error": 1e-7, "equal_tokens": 8, "tokens": 8}
+    assert are_equal([exact, exact | {"relative_error": 9e-6}])
+    assert not are_equal([exact, exact | {"equal_tokens": 7}])
 
 
 def test_floors_are_those_of_the_published_arithmetic() -> None:

@@ -124,16 +124,12 @@ class ArmBench:
         rounding in another order moves, and the yardstick for divided ones.
         """
         own = self.answer(whole.tokens, first_rows=first_rows)
-        margins = whole.logits_SV.topk(2, dim=-1).values.diff(dim=-1).abs()[:, 0]
-        differences = (own.logits_SV - whole.logits_SV).abs().amax(-1)
         return {
             "kind": "equality",
             "arm": self._arm.name + (" cut prompt" if first_rows else ""),
             "tokens": len(own.tokens),
             "equal_tokens": sum(a == b for a, b in zip(own.tokens, whole.tokens, strict=True)),
             "relative_error": relative_error(own.logits_SV, whole.logits_SV),
-            # a token may differ only where the two best are nearer than twice what logits moved
-            "decided_tokens": int((margins > 2 * differences).sum()),
         }
 
     def timed_rows(self) -> Iterator[Row]:
