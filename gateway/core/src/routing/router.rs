@@ -4,6 +4,7 @@ use std::collections::VecDeque;
 use std::sync::Arc;
 
 use super::breaker::Outcome;
+use super::chain::PageKeys;
 use super::demand::{CacheNews, Choice, Demand, NoChoice, Reason, Ticket};
 use super::index::{MAX_SEATS, PrefixIndex};
 use super::price::{Fit, cost, mix, pick};
@@ -91,8 +92,10 @@ impl Router {
 
     /// A worker's word on its load.
     pub fn report(&mut self, seat: SeatId, load: SeatLoad, now_s: f64) {
-        if let Some(entry) = self.seat_mut(seat) {
-            entry.report(load, now_s);
+        let Some(entry) = self.seat_mut(seat) else { return };
+        entry.report(load, now_s);
+        for pages in entry.told_by_now() {
+            self.unexpect(usize::from(seat.0), &pages);
         }
     }
 
@@ -220,12 +223,20 @@ impl Router {
             seat.unreported_tokens = seat.unreported_tokens.saturating_sub(tokens);
         }
         seat.breaker.end(outcome, ticket.is_trial, now_s, &policy);
-        // what it computed it has told by now; who does not tell is remembered by `sent_order`
-        if let Some(keys) = ticket.expected {
-            let end = keys.len().min(ticket.first_expected + MAX_EXPECTED_PAGES);
-            for key in &keys[ticket.first_expected..end] {
-                self.sent.remove(place, *key);
-            }
+        // who does not tell what it holds is remembered by `sent_order`
+        let Some(keys) = ticket.expected else { return };
+        let end = keys.len().min(ticket.first_expected + MAX_EXPECTED_PAGES);
+        let pages: PageKeys = keys[ticket.first_expected..end].into();
+        if outcome == Outcome::Served {
+            seat.expect_until_told(pages);
+        } else {
+            self.unexpect(place, &pages);
+        }
+    }
+
+    fn unexpect(&mut self, place: usize, pages: &[u64]) {
+        for key in pages {
+            self.sent.remove(place, *key);
         }
     }
 

@@ -1,6 +1,7 @@
 //! One worker as routing sees it: its word on its load, what was sent since, how it fares.
 
 use super::breaker::{Breaker, BreakerPolicy};
+use super::chain::PageKeys;
 
 /// Place of a worker in the router; given again once its worker has left.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
@@ -110,6 +111,8 @@ pub(super) struct Seat {
     pub(super) unreported_tokens: u64,
     pub(super) num_reports: u64,
     moved_at_s: f64,
+    /// Pages of ended requests, and after how many words it must have told of them.
+    untold: Vec<(u64, PageKeys)>,
 }
 
 impl Seat {
@@ -127,6 +130,7 @@ impl Seat {
             unreported_tokens: 0,
             num_reports: 0,
             moved_at_s: 0.0,
+            untold: Vec::new(),
         }
     }
 
@@ -140,6 +144,23 @@ impl Seat {
         self.assigned_then = self.assigned;
         self.unreported_tokens = 0;
         self.num_reports += 1;
+    }
+
+    /// Notes pages that it has computed and may not have told of yet.
+    pub(super) fn expect_until_told(&mut self, pages: PageKeys) {
+        // the next word may have been on its way already
+        self.untold.push((self.num_reports + 2, pages));
+    }
+
+    /// Pages noted so that it must have told of by now.
+    pub(super) fn told_by_now(&mut self) -> Vec<PageKeys> {
+        let num_reports = self.num_reports;
+        let (told, untold) = std::mem::take(&mut self.untold)
+            .into_iter()
+            .partition(|(due, _): &(u64, PageKeys)| *due <= num_reports);
+        self.untold = untold;
+        let told: Vec<(u64, PageKeys)> = told;
+        told.into_iter().map(|(_, pages)| pages).collect()
     }
 
     /// Requests it has, by its own last word and by what was sent and has ended since.

@@ -1,8 +1,9 @@
 //! M3's facts out of the checkpoint's files, each checked against the others.
 
 use super::constraint::MarkerIds;
+use super::output::dialect::Dialect;
 use super::vision::VisionGeometry;
-use super::{IMAGE, MESSAGE_END, MODEL_TYPE, MiniMaxM3, NAMESPACE, THINK_CLOSE, THINK_OPEN, VIDEO};
+use super::{IMAGE, MESSAGE_END, MODEL_TYPE, MiniMaxM3, NAMESPACE, VIDEO};
 use crate::json::Json;
 use crate::model::{GenerationDefaults, ModelFacts, ModelFiles, ModelLoadError};
 
@@ -16,10 +17,11 @@ pub(super) fn load(files: &ModelFiles) -> Result<MiniMaxM3, ModelLoadError> {
         files.video_preprocessor_config.as_ref(),
     )
     .map_err(|error| files.invalid("preprocessor_config.json", error.to_string()))?;
+    let dialect = Dialect::of_template(&files.chat_template);
     let marker_ids = MarkerIds {
         namespace: files.added_token(NAMESPACE)?.id,
-        think_open: files.added_token(THINK_OPEN)?.id,
-        think_close: files.added_token(THINK_CLOSE)?.id,
+        think_open: files.added_token(dialect.think_open)?.id,
+        think_close: files.added_token(dialect.think_close)?.id,
     };
     let stop_token_ids = stop_token_ids(files)?;
     let layout = vision.patch_layout();
@@ -48,7 +50,7 @@ pub(super) fn load(files: &ModelFiles) -> Result<MiniMaxM3, ModelLoadError> {
     }
     check_ids(files, &facts)?;
     let defaults = generation_defaults(files)?;
-    Ok(MiniMaxM3 { facts, vision, stop_token_ids, marker_ids, defaults })
+    Ok(MiniMaxM3 { facts, vision, stop_token_ids, marker_ids, dialect, defaults })
 }
 
 /// Every added token must have a row in the embedding table.

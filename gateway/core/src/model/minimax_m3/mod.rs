@@ -17,6 +17,7 @@ use crate::output::OutputParser;
 use constraint::MarkerIds;
 use gateway_media::{ClipInfo, ImageSize, PatchLayout, PixelNorm};
 use output::M3Parser;
+use output::dialect::{self, Dialect};
 use vision::VisionGeometry;
 
 /// `model_type` of its config.json.
@@ -36,7 +37,7 @@ const THINK_CLOSE: &str = "</mm:think>";
 const MESSAGE_END: &str = "[e~[";
 
 const ASSISTANT_MARKERS: [&str; 2] = [THINK_OPEN, THINK_CLOSE];
-const OUTPUT_MARKERS: [&str; 3] = [NAMESPACE, THINK_OPEN, THINK_CLOSE];
+const OUTPUT_MARKERS: [&str; 5] = [NAMESPACE, THINK_OPEN, THINK_CLOSE, "<think>", "</think>"];
 /// Control tokens that the tokenizer file need not flag as special.
 const CONTROL_TOKENS: [&str; 19] = [
     "]~!b[",
@@ -66,6 +67,7 @@ pub struct MiniMaxM3 {
     vision: VisionGeometry,
     stop_token_ids: Vec<u32>,
     marker_ids: MarkerIds,
+    dialect: &'static Dialect,
     defaults: GenerationDefaults,
 }
 
@@ -76,6 +78,14 @@ impl MiniMaxM3 {
     /// The first value that is missing, malformed, or contradicts another file.
     pub fn load(files: &ModelFiles) -> Result<Self, ModelLoadError> {
         config::load(files)
+    }
+
+    /// M2's template knows no choice: it always opens the thinking.
+    fn begins_with(&self, asked: ThinkingMode) -> ThinkingMode {
+        match asked {
+            ThinkingMode::Adaptive if self.dialect == &dialect::M2 => ThinkingMode::Enabled,
+            asked => asked,
+        }
     }
 }
 
@@ -153,7 +163,13 @@ impl ModelSpec for MiniMaxM3 {
     }
 
     fn constraint(&self, rules: &OutputRules) -> Result<Option<Constraint>, RequestError> {
-        constraint::constraint(rules, self.marker_ids)
+        if self.dialect != &dialect::M3 && constraint::concerns_calls(rules) {
+            let message = "this checkpoint's template writes calls in the form of M2, in which \
+                           they cannot be forced";
+            return Err(RequestError::invalid("tool_choice", message));
+        }
+        let rules = OutputRules { thinking: self.begins_with(rules.thinking), ..rules.clone() };
+        constraint::constraint(&rules, self.marker_ids)
     }
 
     fn banned_token_ids(&self, rules: &OutputRules) -> Vec<u32> {
@@ -161,7 +177,9 @@ impl ModelSpec for MiniMaxM3 {
     }
 
     fn output_parser(&self, options: &OutputOptions) -> Box<dyn OutputParser> {
-        Box::new(M3Parser::new(options))
+        let thinking = self.begins_with(options.thinking);
+        let options = OutputOptions { thinking, tools: options.tools.clone() };
+        Box::new(M3Parser::new(&options, self.dialect))
     }
 }
 

@@ -92,6 +92,25 @@ fn a_prompt_on_its_way_attracts_its_like_until_it_has_ended() {
 }
 
 #[test]
+fn pages_of_a_served_request_are_expected_until_the_worker_has_had_time_to_tell() {
+    let mut router = ready(4, Policy::default());
+    let keys: Vec<u64> = (0..20).collect();
+    let demand = prompt(20 * PAGE + 1, &keys);
+    let first = router.choose(&demand, 0.0).unwrap();
+    let seat = first.ticket.seat;
+    router.end(first.ticket, Outcome::Served, 0.0);
+
+    let second = router.choose(&demand, 0.0).unwrap();
+    assert_eq!((second.ticket.seat, second.matched_tokens), (seat, 20 * PAGE));
+    router.end(second.ticket, Outcome::Served, 0.0);
+    router.report(seat, SeatLoad::default(), 0.1);
+    assert_eq!(router.num_pages(), (0, 20));
+    // it has evicted them at once: what it does not tell it does not hold
+    router.report(seat, SeatLoad::default(), 0.2);
+    assert_eq!(router.num_pages(), (0, 0));
+}
+
+#[test]
 fn who_does_not_tell_its_pages_is_remembered_by_what_was_sent() {
     let policy = Policy { max_sent_pages: 4, ..Policy::default() };
     let mut router = Router::new(policy);

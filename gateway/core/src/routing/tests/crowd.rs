@@ -57,6 +57,9 @@ fn a_long_day_leaves_nothing_but_what_workers_still_hold() {
         router.cache_news(seat, &CacheNews { added: &keys, ..CacheNews::default() });
         router.end(choice.ticket, Outcome::Served, request as f64);
         router.cache_news(seat, &CacheNews { removed: &keys, ..CacheNews::default() });
+        for _ in 0..2 {
+            router.report(seat, SeatLoad::default(), request as f64);
+        }
     }
     assert_eq!(router.num_pages(), (0, 0));
     assert!((0..4).all(|seat| router.assigned(SeatId(seat)) == 0));

@@ -91,6 +91,15 @@ pub(super) fn constraint(
     Ok(make(ConstraintSpec::Lark(grammar)))
 }
 
+/// Whether these rules say anything about how calls are written.
+pub(super) fn concerns_calls(rules: &OutputRules) -> bool {
+    let has_callable = rules.tools.iter().any(|tool| rules.choice.admits(&tool.name));
+    let has_strict = rules.tools.iter().any(|tool| tool.strict && rules.choice.admits(&tool.name));
+    let is_limited = matches!(rules.choice, ToolChoice::Allowed { .. });
+    let is_plain = rules.format == ResponseFormat::Text;
+    rules.choice.is_forced() || is_limited || has_strict || (has_callable && !is_plain)
+}
+
 /// Ids that would begin a call where none is wanted.
 pub(super) fn banned(rules: &OutputRules, ids: MarkerIds) -> Vec<u32> {
     let bans = rules.choice == ToolChoice::None && !rules.tools.is_empty();

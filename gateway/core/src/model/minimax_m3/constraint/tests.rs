@@ -1,7 +1,7 @@
 use super::*;
 use crate::json::Json;
 use crate::model::OutputOptions;
-use crate::model::minimax_m3::output::M3Parser;
+use crate::model::minimax_m3::output::{M3Parser, dialect};
 use crate::output::{EngineStop, MessageFolder, OutputParser, ReasoningField, ReplyFolder};
 use engine::Engine;
 
@@ -49,7 +49,7 @@ struct Reply {
 
 fn read(rules: &OutputRules, text: &str) -> Reply {
     let options = OutputOptions { thinking: rules.thinking, tools: rules.tools.clone() };
-    let mut parser = M3Parser::new(&options);
+    let mut parser = M3Parser::new(&options, &dialect::M3);
     let mut folder = ReplyFolder::new("reply", 0, ReasoningField::ReasoningContent);
     let mut events = Vec::new();
     parser.push(text, &mut events);

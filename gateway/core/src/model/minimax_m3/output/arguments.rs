@@ -66,7 +66,7 @@ impl ArgumentWriter {
 
     /// An element begins.
     pub(super) fn open(&mut self, name: &str) {
-        let tag = Tag { name: name.to_owned(), is_closing: false };
+        let tag = Tag::new(name, false);
         if self.frames.iter().map(Frame::depth).sum::<usize>() >= MAX_DEPTH {
             return self.text(&tag.plain());
         }

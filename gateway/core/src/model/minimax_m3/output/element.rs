@@ -67,7 +67,7 @@ impl Element {
             match part {
                 Part::Text(text) => out.push_str(text),
                 Part::Child(child) => {
-                    let tag = |is_closing| Tag { name: child.name.clone(), is_closing }.plain();
+                    let tag = |is_closing| Tag::new(&child.name, is_closing).plain();
                     out.push_str(&tag(false));
                     child.plain(out);
                     out.push_str(&tag(true));

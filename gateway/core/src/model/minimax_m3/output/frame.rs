@@ -52,7 +52,7 @@ impl Frame {
             Kind::Text(inner) => {
                 let Some(at) = inner.iter().rposition(|open| open == name) else { return false };
                 inner.truncate(at);
-                escape_into(&Tag { name: name.to_owned(), is_closing: true }.plain(), out);
+                escape_into(&Tag::new(name, true).plain(), out);
                 true
             }
             Kind::Ignored(inner) => {

@@ -1,6 +1,8 @@
 //! Cuts M3's output into text, thinking tags and namespaced tags, whatever the chunking.
 
-use super::super::{NAMESPACE, THINK_CLOSE, THINK_OPEN};
+use super::super::NAMESPACE;
+use super::dialect::{Dialect, TagForm};
+use super::named;
 use crate::markers::{MarkerSet, Position};
 
 /// One piece of output.
@@ -22,21 +24,37 @@ pub(super) struct Tag {
     /// What stands between the brackets, without the slash.
     pub(super) name: String,
     pub(super) is_closing: bool,
+    /// How it stood in the output, if not behind a mark.
+    source: Option<String>,
 }
 
 impl Tag {
+    /// A tag behind a mark.
+    pub(super) fn new(name: &str, is_closing: bool) -> Self {
+        Self { name: name.to_owned(), is_closing, source: None }
+    }
+
     /// The tag as it stood in the output.
     pub(super) fn raw(&self) -> String {
-        format!("{NAMESPACE}{}", self.plain())
+        match &self.source {
+            Some(source) => source.clone(),
+            None => format!("{NAMESPACE}{}", self.plain()),
+        }
     }
 
     /// The tag without its namespace mark.
     pub(super) fn plain(&self) -> String {
-        format!("<{}{}>", if self.is_closing { "/" } else { "" }, self.name)
+        match &self.source {
+            Some(source) => source.clone(),
+            None => format!("<{}{}>", if self.is_closing { "/" } else { "" }, self.name),
+        }
     }
 
     pub(super) fn num_bytes(&self) -> usize {
-        NAMESPACE.len() + self.name.len() + 2 + usize::from(self.is_closing)
+        match &self.source {
+            Some(source) => source.len(),
+            None => NAMESPACE.len() + self.name.len() + 2 + usize::from(self.is_closing),
+        }
     }
 }
 
@@ -51,9 +69,6 @@ pub(super) enum Remainder {
 
 /// A longer name is no tag.
 pub(super) const MAX_NAME_BYTES: usize = 1024;
-
-const NAMESPACE_PATTERN: usize = 0;
-const OPEN_PATTERN: usize = 1;
 
 /// Which markers count.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -83,6 +98,7 @@ impl Sets {
 /// The incremental lexer. Text is given out as soon as it can no longer become a marker.
 #[derive(Debug)]
 pub(super) struct Lexer {
+    dialect: &'static Dialect,
     sets: Sets,
     buffer: String,
     /// Everything before is given out.
@@ -91,23 +107,23 @@ pub(super) struct Lexer {
     scanned: usize,
     watch: Watch,
     position: Position,
-    /// A namespace mark begins at `start`, and what follows may be a tag.
-    in_tag: bool,
+    /// What begins at `start` may be a tag of this form.
+    in_tag: Option<usize>,
 }
 
 impl Lexer {
-    pub(super) fn new() -> Self {
+    pub(super) fn new(dialect: &'static Dialect) -> Self {
+        let tags: Vec<&str> = dialect.tags.iter().map(|(begin, _)| *begin).collect();
+        let all = [tags.as_slice(), &[dialect.think_open, dialect.think_close]].concat();
         Self {
-            sets: Sets {
-                tags: MarkerSet::new(&[NAMESPACE]),
-                all: MarkerSet::new(&[NAMESPACE, THINK_OPEN, THINK_CLOSE]),
-            },
+            dialect,
+            sets: Sets { tags: MarkerSet::new(&tags), all: MarkerSet::new(&all) },
             buffer: String::new(),
             start: 0,
             scanned: 0,
             watch: Watch::TagsAndThinking,
             position: Position::default(),
-            in_tag: false,
+            in_tag: None,
         }
     }
 
@@ -124,11 +140,11 @@ impl Lexer {
         if watch != self.watch {
             self.watch = watch;
             // what is held back may be less under the new watch; a tag stays a tag
-            if !self.in_tag {
+            if self.in_tag.is_none() {
                 self.rescan_from(self.start);
             }
         }
-        while !self.in_tag {
+        while self.in_tag.is_none() {
             let set = self.sets.get(self.watch);
             let Some(found) = set.scan(&mut self.position, &self.buffer[self.scanned..]) else {
                 self.scanned = self.buffer.len();
@@ -142,12 +158,13 @@ impl Lexer {
                 return Some(self.text(begin));
             }
             self.scanned = end;
-            if found.pattern != NAMESPACE_PATTERN {
+            let num_tags = self.dialect.tags.len();
+            if found.pattern >= num_tags {
                 self.start = end;
-                let is_open = found.pattern == OPEN_PATTERN;
+                let is_open = found.pattern == num_tags;
                 return Some(if is_open { Lexeme::ThinkOpen } else { Lexeme::ThinkClose });
             }
-            self.in_tag = true;
+            self.in_tag = Some(found.pattern);
         }
         self.tag()
     }
@@ -163,48 +180,72 @@ impl Lexer {
         Lexeme::Text(text)
     }
 
-    /// Reads on in the tag behind the namespace mark at `start`.
+    /// Reads on in the tag that begins at `start`.
     fn tag(&mut self) -> Option<Lexeme> {
-        let after_mark = self.start + NAMESPACE.len();
-        match self.buffer.as_bytes().get(after_mark) {
-            None => return None,
-            Some(b'<') => {
-                let from = self.scanned.max(after_mark + 1);
-                let end = self.buffer[from..].find(['>', '<', '\n']).map(|at| from + at);
-                let length = end.unwrap_or(self.buffer.len()) - after_mark;
-                match end.map(|end| (end, self.buffer.as_bytes()[end])) {
-                    _ if length > MAX_NAME_BYTES => {}
-                    None => {
-                        self.scanned = self.buffer.len();
-                        return None;
-                    }
-                    // a mark before a tag of thinking is a word of its own
-                    Some((end, b'>')) if self.is_thinking(&self.buffer[after_mark..=end]) => {}
-                    Some((end, b'>')) => return Some(self.whole_tag(after_mark + 1, end)),
-                    Some(_) => {}
-                }
+        let (begin, form) = self.dialect.tags[self.in_tag?];
+        let after = self.start + begin.len();
+        let inside = match (form, self.buffer.as_bytes().get(after)) {
+            (TagForm::Whole { name, is_closing }, _) => {
+                return Some(self.whole_tag(name.to_owned(), is_closing, after));
             }
-            Some(_) => {}
+            (_, None) => return None,
+            (TagForm::Marked, Some(b'<')) => Some(after + 1),
+            (TagForm::Marked, Some(_)) => None,
+            (TagForm::Open | TagForm::Named, Some(_)) => Some(after),
+        };
+        if let Some(inside) = inside {
+            let from = self.scanned.max(inside);
+            let end = self.buffer[from..].find(['>', '<', '\n']).map(|at| from + at);
+            let length = end.unwrap_or(self.buffer.len()) - after;
+            match end.map(|end| (end, self.buffer.as_bytes()[end])) {
+                _ if length > MAX_NAME_BYTES => {}
+                None => {
+                    self.scanned = self.buffer.len();
+                    return None;
+                }
+                Some((end, b'>')) => {
+                    if let Some((name, is_closing)) = self.name_of(form, after, end) {
+                        return Some(self.whole_tag(name, is_closing, end + 1));
+                    }
+                }
+                Some(_) => {}
+            }
         }
-        // no tag: the mark is text, and what follows is looked at afresh
-        self.in_tag = false;
-        self.rescan_from(after_mark);
-        Some(self.text(after_mark))
+        // no tag: its beginning is text, and what follows is looked at afresh
+        self.in_tag = None;
+        self.rescan_from(after);
+        Some(self.text(after))
+    }
+
+    /// The name of the tag whose last bracket stands at `end`, and whether it closes; `None` if it
+    /// is no tag after all.
+    fn name_of(&self, form: TagForm, after: usize, end: usize) -> Option<(String, bool)> {
+        match form {
+            // a mark before a tag of thinking is a word of its own
+            TagForm::Marked if self.is_thinking(&self.buffer[after..=end]) => None,
+            TagForm::Marked => {
+                let inside = &self.buffer[after + 1..end];
+                let closing = inside.strip_prefix('/');
+                Some((closing.unwrap_or(inside).to_owned(), closing.is_some()))
+            }
+            TagForm::Open => Some((self.buffer[self.start + 1..end].to_owned(), false)),
+            TagForm::Named => Some((named(&self.buffer[after..end])?.to_owned(), false)),
+            TagForm::Whole { .. } => None,
+        }
     }
 
     fn is_thinking(&self, tag: &str) -> bool {
-        self.watch == Watch::TagsAndThinking && (tag == THINK_OPEN || tag == THINK_CLOSE)
+        let Dialect { think_open, think_close, .. } = self.dialect;
+        self.watch == Watch::TagsAndThinking && (tag == *think_open || tag == *think_close)
     }
 
-    fn whole_tag(&mut self, begin: usize, end: usize) -> Lexeme {
-        let inside = &self.buffer[begin..end];
-        let (name, is_closing) =
-            inside.strip_prefix('/').map_or((inside, false), |name| (name, true));
-        let tag = Tag { name: name.to_owned(), is_closing };
-        self.start = end + 1;
-        self.in_tag = false;
-        self.rescan_from(self.start);
-        Lexeme::Tag(tag)
+    fn whole_tag(&mut self, name: String, is_closing: bool, end: usize) -> Lexeme {
+        let is_marked = self.buffer[self.start..end].starts_with(NAMESPACE);
+        let source = (!is_marked).then(|| self.buffer[self.start..end].to_owned());
+        self.start = end;
+        self.in_tag = None;
+        self.rescan_from(end);
+        Lexeme::Tag(Tag { name, is_closing, source })
     }
 
     /// The output has ended: what is left.
@@ -213,7 +254,7 @@ impl Lexer {
         self.buffer.clear();
         self.start = 0;
         self.rescan_from(0);
-        let was_tag = std::mem::take(&mut self.in_tag);
+        let was_tag = self.in_tag.take().is_some();
         match rest {
             rest if rest.is_empty() => None,
             rest if was_tag => Some(Remainder::CutTag(rest)),

@@ -1,16 +1,18 @@
 //! Reads M3's output as it is generated: thinking, answer and tool calls.
 
 mod arguments;
+pub(super) mod dialect;
 mod element;
 mod frame;
 mod grammar;
 mod lexer;
 mod object;
 
-use super::{NAMESPACE, THINK_CLOSE, THINK_OPEN};
+use super::NAMESPACE;
 use crate::model::{OutputOptions, ThinkingMode, ToolSchema};
 use crate::output::{OutputEvent, OutputParser, Stretch, TextClass};
 use arguments::ArgumentWriter;
+use dialect::Dialect;
 pub(super) use element::ITEM;
 use grammar::{Action, State, Symbol, step};
 use lexer::{Lexeme, Lexer, MAX_NAME_BYTES, Remainder, Tag};
@@ -44,6 +46,7 @@ impl Piece {
 
 /// Reads M3's output.
 pub(super) struct M3Parser {
+    dialect: &'static Dialect,
     lexer: Lexer,
     state: State,
     /// Where the text stood that is kept now.
@@ -58,13 +61,14 @@ pub(super) struct M3Parser {
 }
 
 impl M3Parser {
-    pub(super) fn new(options: &OutputOptions) -> Self {
+    pub(super) fn new(options: &OutputOptions, dialect: &'static Dialect) -> Self {
         let state = match options.thinking {
             ThinkingMode::Enabled => State::ThinkingStart,
             ThinkingMode::Disabled | ThinkingMode::Adaptive => State::Start,
         };
         Self {
-            lexer: Lexer::new(),
+            dialect,
+            lexer: Lexer::new(dialect),
             state,
             origin: state,
             kept: String::new(),
@@ -79,8 +83,12 @@ impl M3Parser {
     fn lexeme(&mut self, lexeme: Lexeme, events: &mut Vec<OutputEvent>) {
         match lexeme {
             Lexeme::Text(text) => self.text(text, events),
-            Lexeme::ThinkOpen => self.read(Symbol::ThinkOpen, Piece::Think(THINK_OPEN), events),
-            Lexeme::ThinkClose => self.read(Symbol::ThinkClose, Piece::Think(THINK_CLOSE), events),
+            Lexeme::ThinkOpen => {
+                self.read(Symbol::ThinkOpen, Piece::Think(self.dialect.think_open), events);
+            }
+            Lexeme::ThinkClose => {
+                self.read(Symbol::ThinkClose, Piece::Think(self.dialect.think_close), events);
+            }
             Lexeme::Tag(tag) => {
                 let symbol = self.symbol(&tag);
                 self.read(symbol, Piece::Tag(tag), events);
@@ -300,10 +308,15 @@ impl OutputParser for M3Parser {
 /// The tool that an opening tag's inside calls: `invoke name="NAME"`, quoted either way or not.
 fn tool_name(inside: &str) -> Option<&str> {
     let rest = inside.strip_prefix("invoke")?;
-    let attribute = rest.trim_ascii_start();
-    if attribute.len() == rest.len() {
+    if rest.trim_ascii_start().len() == rest.len() {
         return None;
     }
+    named(rest)
+}
+
+/// The value of the attribute `name`, quoted either way or not.
+fn named(attribute: &str) -> Option<&str> {
+    let attribute = attribute.trim_ascii_start();
     let value = attribute.strip_prefix("name")?.trim_ascii_start().strip_prefix('=')?.trim_ascii();
     let quoted = |quote: char| value.strip_prefix(quote)?.strip_suffix(quote);
     let name = quoted('"').or_else(|| quoted('\'')).unwrap_or(value);

@@ -4,6 +4,7 @@ use crate::openai::AssistantMessage;
 use crate::output::{EngineStop, MessageFolder, ReasoningField, ReplyFolder};
 
 mod cases;
+mod m2;
 pub(in super::super) mod round_trip;
 mod rules;
 mod tables;
@@ -36,7 +37,16 @@ fn read<'a>(
     chunks: impl IntoIterator<Item = &'a str>,
     stop: EngineStop,
 ) -> Reply {
-    let mut parser = M3Parser::new(options);
+    read_as(&dialect::M3, options, chunks, stop)
+}
+
+fn read_as<'a>(
+    dialect: &'static Dialect,
+    options: &OutputOptions,
+    chunks: impl IntoIterator<Item = &'a str>,
+    stop: EngineStop,
+) -> Reply {
+    let mut parser = M3Parser::new(options, dialect);
     let mut folder = ReplyFolder::new("reply", 0, ReasoningField::ReasoningContent);
     let mut message = MessageFolder::default();
     let mut arguments: Vec<String> = Vec::new();

@@ -200,7 +200,7 @@ fn a_cut_call_is_not_completed() {
 #[test]
 fn nothing_is_held_back_that_cannot_become_a_marker() {
     for mode in ALL_MODES {
-        let mut parser = M3Parser::new(&options(mode, &[]));
+        let mut parser = M3Parser::new(&options(mode, &[]), &dialect::M3);
         for text in ["a", "<", " b ]", "c]", "<]mini", "x", " ]<]minimax[>[", "y"] {
             let mut events = Vec::new();
             parser.push(text, &mut events);
@@ -219,7 +219,8 @@ fn nothing_is_held_back_that_cannot_become_a_marker() {
 fn the_first_argument_goes_out_at_its_first_character() {
     let parameters =
         r#"{"type":"object","properties":{"a":{"anyOf":[{"type":"string"},{"type":"null"}]}}}"#;
-    let mut parser = M3Parser::new(&options(ThinkingMode::Disabled, &[("f", parameters)]));
+    let mut parser =
+        M3Parser::new(&options(ThinkingMode::Disabled, &[("f", parameters)]), &dialect::M3);
     let mut events = Vec::new();
     parser.push(&format!("{MARK}<tool_call>\n{MARK}<invoke name=\"f\">{MARK}<a>H"), &mut events);
     let fragments = events.iter().filter_map(|event| match event {
