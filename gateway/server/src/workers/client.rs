@@ -54,7 +54,7 @@ type Upload = BoxFuture<'static, Result<(), GatewayError>>;
 /// this value stops upload, media work and generation, and frees the lease.
 pub struct WorkerEvents {
     lease: WorkerLease,
-    told: Told,
+    _told: Told,
     deadline: Pin<Box<Sleep>>,
     opening: Option<Opening>,
     replies: Option<tonic::Streaming<proto::GenerateResponse>>,
@@ -93,7 +93,7 @@ impl WorkerEvents {
         let opening = open(lease.channel.clone(), request);
         Self {
             lease,
-            told,
+            _told: told,
             deadline: Box::pin(tokio::time::sleep_until(call.deadline)),
             opening: Some(opening.boxed()),
             replies: None,

@@ -39,6 +39,7 @@ pub struct Seen {
     /// Patch bytes of each item that was sent, whole and with a hash that was right.
     pub patches: HashMap<u32, Vec<u8>>,
     pub trace_id: Option<String>,
+    pub traceparent: Option<String>,
     pub has_deadline: bool,
 }
 
@@ -315,6 +316,7 @@ async fn run(
         header: header.clone(),
         patches: HashMap::new(),
         trace_id: metadata.get("x-request-id").map(|id| id.to_str().unwrap().to_owned()),
+        traceparent: metadata.get("traceparent").map(|id| id.to_str().unwrap().to_owned()),
         has_deadline: metadata.contains_key("grpc-timeout"),
     };
     let place = {
