@@ -161,6 +161,7 @@ def fleet(folder: Path, *, gateway: Path, model: Path, package: Path) -> Iterato
     """
     programs = folder / "programs"
     shutil.copytree(package, programs / "python", ignore=shutil.ignore_patterns("*.so"))
+    model = Path(shutil.copytree(model, programs / "model"))
     binary = Path(shutil.copy2(gateway, programs / "m3stack-gateway"))
     preload = _build_clock(programs)
     made = Fleet(Network())

@@ -13,7 +13,7 @@ from m3stack.config import WorkerConfig, resolve
 from tests.deploy.chart import EXAMPLES, Object, of_kind, pods, rendered
 
 # what the chart mounts from secrets, in the form the gateway wants it
-KEYS = "secret-key-of-a-test\n"
+KEYS = '[[keys]]\nname = "test"\nkey = "0123456789abcdef0123"\n'
 LIMITS = "[default]\nmax_concurrent_requests = 8\n"
 
 
@@ -76,7 +76,7 @@ def test_every_file_a_setting_names_is_mounted(example: Path) -> None:
 
 def lay_out(folder: Path) -> None:
     """The secrets of every example."""
-    for name, file, text in (("keys", "keys", KEYS), ("limits", "limits.toml", LIMITS)):
+    for name, file, text in (("keys", "keys.toml", KEYS), ("limits", "limits.toml", LIMITS)):
         (folder / name).mkdir()
         (folder / name / file).write_text(text)
     for name in ("tls", "worker-tls"):

@@ -27,7 +27,7 @@ def test_a_view_names_each_program_and_what_it_does(
         "--gateway", gateway.address, "--worker", worker.metrics_address, "--svg", str(picture)
     )
     assert (done.returncode, done.stderr) == (0, "")
-    for part in (gateway.address, worker.metrics_address, "1 ready", "pages", "out tok/s"):
+    for part in (gateway.address, worker.metrics_address, "1 ready", "pages", "ttft ms"):
         assert part in done.stdout
     assert "<svg" in picture.read_text()
 

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import argparse
+import re
 import sys
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import httpx
 from rich.console import Console, Group, RenderableType
@@ -48,6 +50,13 @@ def build_parser() -> argparse.ArgumentParser:
         "--interval-s", type=_interval, default=1.0, metavar="S", help="default: %(default)s"
     )
     parser.add_argument("--once", action="store_true", help="print one view and end")
+    parser.add_argument(
+        "--intervals",
+        type=int,
+        default=1,
+        metavar="N",
+        help="with --once: watch for so many before that (default: %(default)s)",
+    )
     parser.add_argument("--svg", metavar="FILE", help="with --once: also write it as a picture")
     return parser
 
@@ -80,9 +89,10 @@ def main(argv: Sequence[str]) -> int:
 
         if arguments.once:
             scrape()
-            time.sleep(arguments.interval_s)
-            scrape()
-            board.remember()
+            for _ in range(arguments.intervals):
+                time.sleep(arguments.interval_s)
+                scrape()
+                board.remember()
             return show_once(board, arguments.svg)
         with Live(board.render(), screen=True, auto_refresh=False) as live:
             while True:
@@ -94,10 +104,12 @@ def main(argv: Sequence[str]) -> int:
 
 def show_once(board: Board, svg: str | None) -> int:
     """Prints a view; also writes it as a picture if a file is named."""
-    console = Console(record=svg is not None, width=132 if svg is not None else None)
+    console = Console(record=svg is not None, width=100 if svg is not None else None)
     console.print(board.render())
     if svg is not None:
-        console.save_svg(svg, title="m3stack top")
+        # a picture fetches nothing: the reader's own monospace font does
+        picture = re.sub(r"@font-face \{[^}]*\}", "", console.export_svg(title="m3stack top"))
+        Path(svg).write_text(picture)
     return 0 if any(program.between is not None for program in board.programs) else 1
 
 
@@ -170,7 +182,11 @@ def _count(value: float) -> str:
 
 
 def _rate(name: str, **labels: str) -> Cell:
-    return lambda pair: f"{pair.rate(name, **labels):,.1f}"
+    def cell(pair: Between) -> str:
+        value = pair.rate(name, **labels)
+        return f"{value:.1f}" if value < 100 else f"{value:,.0f}"
+
+    return cell
 
 
 def _gauge(name: str, **labels: str) -> Cell:
@@ -178,7 +194,10 @@ def _gauge(name: str, **labels: str) -> Cell:
 
 
 def _ms(seconds: float | None) -> str:
-    return "–" if seconds is None else f"{seconds * 1000:,.1f}"
+    if seconds is None:
+        return "–"
+    ms = seconds * 1000
+    return f"{ms:.1f}" if ms < 100 else f"{ms:,.0f}"
 
 
 def _quantile(name: str, share: float) -> Cell:
@@ -233,40 +252,41 @@ def _sequences(pair: Between) -> str:
     return "–" if mean is None else f"{mean:.1f}"
 
 
+# short enough for a terminal of 80 columns
 GATEWAY_COLUMNS: tuple[tuple[str, Cell], ...] = (
     ("req/s", _rate(f"{G}http_requests_total")),
-    ("in hand", _gauge(f"{G}running_requests")),
-    ("first token ms p50", _quantile(f"{G}time_to_first_token_seconds", 0.5)),
+    ("held", _gauge(f"{G}running_requests")),
+    ("ttft ms", _quantile(f"{G}time_to_first_token_seconds", 0.5)),
     ("p99", _quantile(f"{G}time_to_first_token_seconds", 0.99)),
-    ("token ms p50", _quantile(f"{G}time_per_output_token_seconds", 0.5)),
-    ("out tok/s", _rate(f"{G}tokens_total", kind="completion")),
-    ("errors/s", _bad_rate(f"{G}errors_total")),
-    ("retried/s", _bad_rate(f"{G}worker_retries_total")),
+    ("tok/s", _rate(f"{G}tokens_total", kind="completion")),
+    ("err/s", _bad_rate(f"{G}errors_total")),
+    ("retry/s", _bad_rate(f"{G}worker_retries_total")),
     ("shed/s", _bad_rate(f"{G}shed_requests_total")),
-    ("workers", _workers),
     ("MiB", _memory),
+    ("workers", _workers),
 )
 WORKER_COLUMNS: tuple[tuple[str, Cell], ...] = (
-    ("running", _gauge(f"{W}running_requests")),
-    ("waiting", _gauge(f"{W}waiting_requests")),
-    ("prompt tok/s", _rate(f"{W}prompt_tokens_total")),
+    ("run", _gauge(f"{W}running_requests")),
+    ("wait", _gauge(f"{W}waiting_requests")),
+    ("in/s", _rate(f"{W}prompt_tokens_total")),
     ("cached", _cached),
-    ("out tok/s", _rate(f"{W}output_tokens_total")),
+    ("out/s", _rate(f"{W}output_tokens_total")),
     ("step ms", lambda pair: _ms(pair.mean(f"{W}step_seconds"))),
     ("seqs", _sequences),
-    ("between tokens ms p99", _quantile(f"{W}inter_token_seconds", 0.99)),
+    ("gap p99", _quantile(f"{W}inter_token_seconds", 0.99)),
     ("pages", _pages),
-    ("preempted/s", _bad_rate(f"{W}preemptions_total")),
+    ("evict/s", _bad_rate(f"{W}preemptions_total")),
 )
 
 
 def _table(
     title: str, columns: Sequence[tuple[str, Cell]], programs: Sequence[Program]
 ) -> RenderableType:
-    table = Table(expand=True, title_justify="left", header_style="bold cyan", box=None)
+    table = Table(expand=True, header_style="bold cyan", box=None, padding=(0, 1, 0, 0))
     table.add_column(title, no_wrap=True, style="bold")
     for name, _ in columns:
-        table.add_column(name, justify="right" if name != "workers" else "left")
+        is_text = name == "workers"
+        table.add_column(name, justify="left" if is_text else "right", no_wrap=not is_text)
     troubles: list[RenderableType] = []
     for program in programs:
         if program.between is not None:
