@@ -32,6 +32,7 @@ BUILTIN_CHECKPOINT = Path(__file__).parent / "checkpoints" / "tiny"
 LOG_LEVELS = ("debug", "info", "warn", "warning", "error")
 DTYPES = ("auto", "float32", "bfloat16")
 INDEX_COPIES = ("none", "int8")
+KV_DTYPES = ("auto", "fp8")
 
 
 def _setting(default: Any, help_text: str, check: Callable[[Any], str | None]) -> Any:
@@ -103,6 +104,12 @@ class WorkerConfig:
         "every rank keeps the index keys of its share of the pages, and ranks choose blocks "
         "together: more cache and faster decoding of long contexts, one exchange a layer",
         anything,
+    )
+    kv_dtype: str = _setting(
+        "auto",
+        "auto: cache in dtype; fp8: K and V of the sparse layers in e4m3, half the bytes, larger "
+        "values than 448 cut off, answers not quite the same",
+        one_of(KV_DTYPES),
     )
     index_copy: str = _setting(
         "none",

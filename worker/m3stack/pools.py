@@ -80,6 +80,7 @@ def page_shape(
         index_rank=rank if config.shard_index_keys else 0,
         index_ranks=config.tensor_parallel if config.shard_index_keys else 1,
         index_copy=config.index_copy == "int8",
+        kv_dtype=torch.float8_e4m3fn if config.kv_dtype == "fp8" else None,
     )
 
 

@@ -40,6 +40,22 @@ def test_a_copy_of_the_index_keys_counts_in_a_page() -> None:
     assert with_copy.bytes_per_page == 128 * (137_472 + 57 * 132)
 
 
+def test_e4m3_keys_and_values_of_sparse_layers_take_half_the_bytes() -> None:
+    plain = PageShape((False, True, True), 4, 32, 16, 128, torch.bfloat16)
+    shape = replace(plain, kv_dtype=torch.float8_e4m3fn)
+    assert plain.bytes_per_page - shape.bytes_per_page == 2 * 2 * 4 * 32 * 128
+    pool = KvPool(shape, 3, torch.device("cpu"))
+    assert [layer.k_PGBD.dtype for layer in pool.layers] == [torch.bfloat16] + [
+        torch.float8_e4m3fn
+    ] * 2
+    assert pool.num_bytes == sum(
+        part.nbytes
+        for layer in pool.layers
+        for part in (layer.k_PGBD, layer.v_PGBD, layer.index_k_PBD)
+        if part is not None
+    )
+
+
 def test_dense_layers_have_no_index_keys() -> None:
     pool = KvPool(PageShape((False, True), 2, 8, 4, 16, torch.bfloat16), 3, torch.device("cpu"))
     dense, sparse = pool.layers

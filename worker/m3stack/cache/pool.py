@@ -20,10 +20,11 @@ class PageShape:
         num_kv_heads: KV groups G.
         head_dim, index_dim: widths of a K or V head and of the index key.
         page_tokens: tokens B of a page.
-        dtype: of all three.
+        dtype: of all three, except where `kv_dtype` says otherwise.
         index_rank, index_ranks: which part of the index keys stands here: those of every
             `index_ranks`-th page, beginning with page `index_rank`.
         index_copy: whether the index keys have their int8 copy beside them.
+        kv_dtype: of K and V on sparse layers; None: `dtype`.
     """
 
     sparse_layers: tuple[bool, ...]
@@ -35,6 +36,11 @@ class PageShape:
     index_rank: int = 0
     index_ranks: int = 1
     index_copy: bool = False
+    kv_dtype: torch.dtype | None = None
+
+    def layer_dtype(self, is_sparse: bool) -> torch.dtype:
+        """What K and V of a layer are kept in."""
+        return self.kv_dtype if is_sparse and self.kv_dtype is not None else self.dtype
 
     @property
     def bytes_per_page(self) -> int:
@@ -47,10 +53,14 @@ class PageShape:
         return self._bytes(1)
 
     def _bytes(self, index_ranks: int) -> int:
-        kv_values = 2 * self.num_kv_heads * self.head_dim * len(self.sparse_layers)
+        values = 2 * self.num_kv_heads * self.head_dim
+        keys_values = values * sum(map(self._item_bytes, self.sparse_layers))
         index_values = -(-self.index_dim * sum(self.sparse_layers) // index_ranks)
-        values = (kv_values + index_values) * self.page_tokens * self.dtype.itemsize
-        return values + self.copy_bytes_per_page * sum(self.sparse_layers)
+        token_bytes = keys_values + index_values * self.dtype.itemsize
+        return token_bytes * self.page_tokens + self.copy_bytes_per_page * sum(self.sparse_layers)
+
+    def _item_bytes(self, is_sparse: bool) -> int:
+        return self.layer_dtype(is_sparse).itemsize
 
     @property
     def copy_bytes_per_page(self) -> int:
@@ -103,9 +113,10 @@ def _layer_pages(
         if shape.index_copy:
             copy_size = (index_size[0], shape.copy_bytes_per_page)
             index_copy_PX = torch.empty(copy_size, dtype=torch.uint8, device=device)
+    kv_dtype = shape.layer_dtype(is_sparse)
     return LayerPages(
-        k_PGBD=torch.empty(kv_size, dtype=shape.dtype, device=device),
-        v_PGBD=torch.empty(kv_size, dtype=shape.dtype, device=device),
+        k_PGBD=torch.empty(kv_size, dtype=kv_dtype, device=device),
+        v_PGBD=torch.empty(kv_size, dtype=kv_dtype, device=device),
         index_k_PBD=index_k_PBD,
         index_copy_PX=index_copy_PX,
     )
