@@ -19,6 +19,8 @@ import httpx
 
 BOARD = Path(__file__).parents[1] / "deploy/helm/m3stack/files/dashboard.json"
 NUM_POINTS = 120
+# series beyond so many are named only if they were ever above zero
+MOST_NAMED = 4
 # what Grafana would put in place of its variables
 VARIABLES = {"$__rate_interval": "20s", "$namespace": ".*", "$gateway": ".*", "$worker": ".*"}
 CELL, ROW = 40, 26
@@ -130,7 +132,8 @@ def _panel(panel: dict, lines: list[Line], box: tuple[int, int, int, int]) -> li
         parts.append(
             f'<polyline points="{path}" fill="none" stroke="{colour}" stroke-width="1.3"/>'
         )
-        legend.append(f'<tspan fill="{colour}">▬</tspan> {escape(line.name)}  ')
+        if len(lines) <= MOST_NAMED or any(y for _, y in line.points):
+            legend.append(f'<tspan fill="{colour}">▬</tspan> {escape(line.name)}  ')
     if not lines:
         legend.append("nothing recorded")
     parts.append(

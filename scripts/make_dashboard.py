@@ -85,7 +85,7 @@ PANELS: tuple[tuple[str, tuple[Panel, ...]], ...] = (
         (
             Panel("Requests in hand", "short", gauge(f"{G}running_requests", GATEWAY)),
             Panel(
-                "Workers by state (each gateway's view, smallest)",
+                "Workers by state, as the gateways see them",
                 "short",
                 (("{{state}}", f"min by (state) ({G}workers{{{GATEWAY}}})"),),
             ),
