@@ -22,7 +22,7 @@ from tests.chaos.network import Host, Network
 MODEL = "m3-tiny"
 WORKERS, GATEWAYS = 3, 2
 API_PORT, ADMIN_PORT, RPC_PORT, METRICS_PORT = 8000, 9101, 50051, 9100
-START_TIMEOUT_S = 120.0
+START_TIMEOUT_S = 400.0
 # of the file system that holds a host's log and temporary files
 DISK_BYTES = 32 << 20
 
@@ -170,9 +170,23 @@ def fleet(folder: Path, *, gateway: Path, model: Path, package: Path) -> Iterato
     gateways = [made.network.add(f"gateway{index}") for index in range(GATEWAYS)]
     addresses = ",".join(f"http://{host.address}:{RPC_PORT}" for host in workers)
     for host in workers:
-        flags = ["--listen", f"{host.address}:{RPC_PORT}", "--device", "cpu", "--cpu-threads", "1"]
+        flags = [
+            "--listen",
+            f"{host.address}:{RPC_PORT}",
+            "--device",
+            "cpu",
+            "--set",
+            "cpu_threads=1",
+        ]
         flags += ["--metrics-listen", f"{host.address}:{METRICS_PORT}", "--drain-s", "20"]
-        flags += ["--max-sequences", "16", "--max-batch-tokens", "256", "--num-pages", "512"]
+        flags += [
+            "--max-sequences",
+            "16",
+            "--set",
+            "max_batch_tokens=256",
+            "--set",
+            "num_pages=512",
+        ]
         command = [sys.executable, "-m", "m3stack", "worker", *common, *flags]
         made.nodes.append(_node(host, command, folder, preload, is_gateway=False))
     for host in gateways:

@@ -15,7 +15,7 @@ import pytest
 import yaml
 
 from m3stack.checkpoints import builtin_checkpoint
-from m3stack.config import build_parser
+from m3stack.flags import build_parser
 from tests.e2e.conftest import Server, free_port, wait_for
 
 ROOT = Path(__file__).parents[2]

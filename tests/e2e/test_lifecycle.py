@@ -48,7 +48,7 @@ def data_lines(response: httpx.Response) -> list[str]:
 
 
 def test_a_client_that_leaves_frees_its_pages(stack: Stack) -> None:
-    worker = stack.worker("--no-prefix-cache")
+    worker = stack.worker("--set", "prefix_cache=false")
     gateway = stack.gateway(worker)
     wait_for(gateway, "/ready")
     with (
@@ -143,7 +143,7 @@ def test_up_names_the_port_that_is_taken(gateway: Server) -> None:
 
 
 def test_many_clients_leaving_at_once_leave_no_request_behind(stack: Stack) -> None:
-    worker = stack.worker("--no-prefix-cache")
+    worker = stack.worker("--set", "prefix_cache=false")
     gateway = stack.gateway(worker)
     wait_for(gateway, "/ready")
 

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
-from m3stack.config import WorkerConfig, load_config, resolve, setting_specs
+from m3stack.config import WorkerConfig, resolve, setting_specs
 from m3stack.errors import StartupError
+from m3stack.flags import FLAGS, load_config
 
 
 def write(tmp_path: Path, text: str) -> Path:
@@ -147,7 +151,16 @@ def test_command_line_offers_every_setting(capsys: pytest.CaptureFixture[str]) -
         load_config(["--help"])
     shown = capsys.readouterr().out
     for spec in setting_specs():
-        assert f"--{spec.name.replace('_', '-')}" in shown
+        flag = f"--{spec.name.replace('_', '-')} "
+        assert (flag if spec.name in FLAGS else f"\n  {spec.name}\n") in shown
+
+
+def test_gateway_and_worker_have_at_most_forty_flags() -> None:
+    gateway = subprocess.run(
+        [sys.executable, "-m", "m3stack", "gateway", "--help"], capture_output=True, text=True
+    )
+    flags = set(re.findall(r"^ +--([a-z-]+)", gateway.stdout, re.MULTILINE)) - {"help", "version"}
+    assert 10 < len(flags) <= 40 - (len(FLAGS) + len(("config", "set")))
 
 
 def test_command_line_reads_file_flags_and_environment(
@@ -155,11 +168,18 @@ def test_command_line_reads_file_flags_and_environment(
 ) -> None:
     file = write(tmp_path, "[worker]\nmax_sequences = 5\ndrain_s = 7\nkernels = 'reference'")
     monkeypatch.setenv("M3STACK_WORKER_DRAIN_S", "8")
-    config = load_config(["--config", str(file), "--kernels", "x", "--no-prefix-cache"])
+    config = load_config(["--config", str(file), "--kernels", "x", "--set", "prefix_cache=false"])
     assert (config.max_sequences, config.drain_s, config.kernels) == (5, 8.0, "x")
     assert config.prefix_cache is False
     with pytest.raises(StartupError, match="--num-pages: num_pages is 'many'"):
-        load_config(["--num-pages", "many"])
+        load_config(["--set", "num_pages=many"])
+    for text, told in (
+        ("num_pages", "expected KEY=VALUE"),
+        ("pages=3", "unknown setting pages"),
+        ("device=cpu", "has a flag of its own: --device"),
+    ):
+        with pytest.raises(StartupError, match=told):
+            load_config(["--set", text])
 
 
 def test_steps_of_several_ranks_are_not_overlapped() -> None:

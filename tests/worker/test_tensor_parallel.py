@@ -140,7 +140,7 @@ def test_a_dead_rank_ends_the_worker_with_its_name(
 def test_followers_end_when_the_leader_is_gone() -> None:
     command = [sys.executable, "-m", "m3stack", "worker", "--listen", "127.0.0.1:0"]
     command += ["--model-path", str(golden.DIRECTORY), "--device", "cpu"]
-    command += ["--tensor-parallel", "2", "--num-pages", "8"]
+    command += ["--tensor-parallel", "2", "--set", "num_pages=8"]
     leader = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
     assert leader.stderr is not None
     try:

@@ -62,7 +62,7 @@ def test_two_gpus_give_the_tokens_of_one() -> None:
 def test_a_killed_rank_ends_the_worker_out_of_its_collective() -> None:
     command = [sys.executable, "-m", "m3stack", "worker", "--listen", "127.0.0.1:0"]
     command += ["--model-path", str(golden.DIRECTORY), "--device", "cuda", "--dtype", "float32"]
-    command += ["--kernels", "reference", "--tensor-parallel", "2", "--num-pages", "80"]
+    command += ["--kernels", "reference", "--tensor-parallel", "2", "--set", "num_pages=80"]
     lines: list[str] = []
     leader = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
     assert leader.stderr is not None

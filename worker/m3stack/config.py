@@ -1,15 +1,13 @@
 """Worker settings: file, environment and flags resolved once into a frozen `WorkerConfig`.
 
 Precedence: flag, then environment `M3STACK_WORKER_<NAME>`, then file, then default. Unknown names
-are refused wherever they stand. This module alone reads the environment.
+are refused wherever they stand. `flags` hands over the command line and the environment.
 """
 
 from __future__ import annotations
 
-import argparse
-import os
 import tomllib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import MISSING, dataclass, field, fields
 from pathlib import Path
 from typing import Any, cast
@@ -121,6 +119,12 @@ class WorkerConfig:
         0.9, "share of the memory left after loading that cache pages may take", fraction
     )
     num_pages: int = _setting(0, "cache pages; 0: from kv_memory_fraction", at_least(0))
+    hot_pages: int = _setting(
+        0,
+        "cache pages whose keys and values stay on the GPU; sparse layers fetch those of others "
+        "from host memory when they choose them; 0: all stay",
+        at_least(0),
+    )
     host_cache_bytes: int = _setting(
         -1,
         "host memory for cache pages the device has no room for; 0: none; -1: none on a CPU, "
@@ -228,44 +232,6 @@ def setting_specs() -> tuple[SettingSpec, ...]:
     return tuple(specs)
 
 
-def load_config(argv: Sequence[str]) -> WorkerConfig:
-    """The configuration a command line asks for, on top of environment and file.
-
-    Args:
-        argv: `--config FILE` and one flag a setting, e.g. `--max-sequences 8`.
-
-    Raises:
-        StartupError: as `resolve`.
-        SystemExit: a flag argparse does not know (2), or `--help` (0).
-    """
-    flags = vars(build_parser().parse_args(argv))
-    file = flags.pop("config")
-    return resolve(flags=flags, environ=os.environ, file=file)
-
-
-def build_parser() -> argparse.ArgumentParser:
-    """One flag a setting, none with a default of its own."""
-    parser = argparse.ArgumentParser(
-        prog="m3stack worker",
-        description="Serves one model behind gRPC. Every flag can also stand in the environment "
-        f"({ENV_PREFIX}<NAME>) or in the file; a flag wins over both.",
-    )
-    parser.add_argument("--config", type=Path, metavar="FILE", help="TOML file with the settings")
-    for spec in setting_specs():
-        flag = f"--{spec.name.replace('_', '-')}"
-        shown = "" if spec.default in ("", 0) else f" (default: {spec.default})"
-        # argparse reads a bare percent sign as a format
-        told = (spec.help + shown).replace("%", "%%")
-        if spec.type is bool:
-            action = argparse.BooleanOptionalAction
-            parser.add_argument(flag, action=action, default=None, help=told)
-        else:
-            # values are checked in one place, by `resolve`
-            metavar = spec.type.__name__.upper()
-            parser.add_argument(flag, default=None, metavar=metavar, help=told)
-    return parser
-
-
 def resolve(
     *,
     flags: Mapping[str, object],
@@ -366,6 +332,11 @@ def _check_together(config: WorkerConfig) -> None:
         raise StartupError(
             f"step_overlap is on, but tensor_parallel is {config.tensor_parallel}: the tokens of a "
             "step under way are known to one rank only; use auto or off"
+        )
+    if config.hot_pages and (config.tensor_parallel > 1 or config.host_cache_bytes > 0):
+        raise StartupError(
+            f"hot_pages is {config.hot_pages}, which goes neither with tensor_parallel "
+            f"{config.tensor_parallel} nor with host_cache_bytes {config.host_cache_bytes}"
         )
     ranks = config.tensor_parallel
     if ranks % config.expert_parallel:

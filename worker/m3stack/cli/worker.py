@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from m3stack.checkpoint_tools.locate import locate_model
-from m3stack.config import load_config
 from m3stack.errors import StartupError
+from m3stack.flags import load_config
 from m3stack.serve import run_worker
 
 
