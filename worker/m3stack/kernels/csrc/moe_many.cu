@@ -1,4 +1,4 @@
-// Expert products of many tokens: weights in registers times tokens in shared memory, by warpgroups.
+// MXFP8 products of many tokens: weights in registers times tokens in shared memory, by warpgroups.
 //
 // A tile is 128 rows of a weight times up to 256 tokens of one expert. Two warpgroups own 64 rows
 // each; a third one's first lane copies the tokens, which both read. Weights come straight from
@@ -16,14 +16,13 @@ constexpr int kStages = 6;
 constexpr int kStageBytes = kBlockTokens * kChunk * 2;
 constexpr int kConsumers = 2;
 constexpr int kThreads = (kConsumers + 1) * kWarpgroup;
-constexpr int kMostCluster = 4;
 constexpr int kSharedBlocks = 2;  // neighbouring blocks that read a weight's rows one after another
 
 enum Mode { kUp = 0, kDown = 1 };
 
 struct ManyArgs {
-  const void* elements;         // [E, rows, width] bf16, or e4m3 without NaN codes
-  const uint8_t* scales;        // [E, rows, width / 32], or null for bf16; 0 to 134
+  const void* elements;         // e4m3 [E, rows, width] without NaN codes
+  const uint8_t* scales;        // [E, rows, width / 32], 0 to 134
   const void* shared_elements;  // the shared expert's, or null
   const uint8_t* shared_scales;
   const int32_t* experts;       // [blocks], -1 where a block is not used
@@ -78,30 +77,6 @@ __device__ __forceinline__ void mma_64(float (&d)[64], const uint32_t* a, uint64
                : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(accumulate));
 }
 
-// The same tile for all blocks whose bit is set, at the same place, counted by each one's barrier.
-__device__ __forceinline__ void copy_to_cluster(void* target, const CUtensorMap* map, uint64_t* barrier, int x, int y,
-                                                uint16_t blocks) {
-  asm volatile(
-      "cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster "
-      "[%0], [%1, {%3, %4, 0}], [%2], %5;" ::"r"(shared_address(target)),
-      "l"(map), "r"(shared_address(barrier)), "r"(x), "r"(y), "h"(blocks)
-      : "memory");
-}
-
-// Arrives at a barrier of another block of the cluster.
-__device__ __forceinline__ void barrier_arrive_at(uint64_t* barrier, int block) {
-  asm volatile(
-      "{\n.reg .b32 there;\n"
-      "mapa.shared::cluster.u32 there, %0, %1;\n"
-      "mbarrier.arrive.release.cluster.shared::cluster.b64 _, [there];\n}" ::"r"(shared_address(barrier)),
-      "r"(block)
-      : "memory");
-}
-
-__device__ __forceinline__ void cluster_sync() {
-  asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::: "memory");
-}
-
 template <int N>
 __device__ __forceinline__ void mma(float (&d)[64], const uint32_t* a, uint64_t b, int accumulate) {
   if constexpr (N == 32) mma_32(d, a, b, accumulate);
@@ -115,14 +90,11 @@ struct Tile {
   int first, count, row_tile;
 };
 
-// Blocks of a cluster take neighbouring rows of the weight for the same tokens at the same time.
 struct Walk {
-  int row_tiles, shared_blocks, num_blocks, cluster, rank;
+  int row_tiles, shared_blocks, num_blocks;
 
   __device__ __forceinline__ Walk(const ManyArgs& a, int tile_rows) {
-    asm("mov.u32 %0, %%cluster_nctarank;" : "=r"(cluster));
-    asm("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
-    row_tiles = (a.outputs + tile_rows - 1) / tile_rows / cluster;
+    row_tiles = (a.outputs + tile_rows - 1) / tile_rows;
     shared_blocks = (a.num_tokens + kBlockTokens - 1) / kBlockTokens;
     num_blocks = shared_blocks + a.max_blocks;
   }
@@ -136,7 +108,7 @@ struct Walk {
     // the last group may be smaller than its tile numbers
     if (inside >= size * row_tiles) return false;
     const int block = first + inside % size;
-    tile.row_tile = inside / size * cluster + rank;
+    tile.row_tile = inside / size;
     if (block < shared_blocks) {
       tile.expert = -1;
       tile.first = a.num_pairs + block * kBlockTokens;
@@ -152,32 +124,29 @@ struct Walk {
   }
 };
 
-template <bool MXFP8>
 struct Held {
-  uint4 low[MXFP8 ? 1 : 2], high[MXFP8 ? 1 : 2];
+  uint4 low, high;
   uint32_t low_scales, high_scales;
 };
 
-template <bool MXFP8>
 struct WeightRows {
   const uint8_t *low, *high, *low_scales, *high_scales;
 
-  __device__ __forceinline__ void load(Held<MXFP8>& to, int chunk) const {
-    constexpr int kBytes = MXFP8 ? 64 : 128;
-#pragma unroll
-    for (int i = 0; i < kBytes / 64; ++i) {
-      to.low[i] = load_weights(low + chunk * kBytes + i * 64);
-      to.high[i] = load_weights(high + chunk * kBytes + i * 64);
-    }
-    if constexpr (MXFP8) {
-      to.low_scales = __ldg(reinterpret_cast<const uint16_t*>(low_scales) + chunk);
-      to.high_scales = __ldg(reinterpret_cast<const uint16_t*>(high_scales) + chunk);
-    }
+  __device__ __forceinline__ void load(Held& to, int chunk) const {
+    to.low = load_weights(low + chunk * kChunk);
+    to.high = load_weights(high + chunk * kChunk);
+    to.low_scales = __ldg(reinterpret_cast<const uint16_t*>(low_scales) + chunk);
+    to.high_scales = __ldg(reinterpret_cast<const uint16_t*>(high_scales) + chunk);
   }
 };
 
-// The four 64 x 16 left operands of a chunk: of bf16 the registers that were loaded.
-template <bool MXFP8>
+// Two neighbouring bytes of four e4m3 as bf16, see `widened_even`.
+__device__ __forceinline__ uint32_t widened(uint32_t four, uint32_t which) {
+  const uint32_t spread = __byte_perm(four, 0, which);
+  return ((spread >> 4) & 0x07f007f0u) | (spread & 0x80008000u);
+}
+
+// The four 64 x 16 left operands of a chunk.
 struct Operands {
   uint32_t a[4][4];
 
@@ -189,28 +158,18 @@ struct Operands {
     }
   }
 
-  __device__ __forceinline__ void take(const Held<MXFP8>& held) {
-    if constexpr (MXFP8) {
-      const uint32_t selector = byte_selector(threadIdx.x % 4 / 2);
-      const uint32_t low_factor = factor_of(__byte_perm(held.low_scales, 0, selector));
-      const uint32_t high_factor = factor_of(__byte_perm(held.high_scales, 0, selector));
-      const uint32_t low[4] = {held.low[0].x, held.low[0].y, held.low[0].z, held.low[0].w};
-      const uint32_t high[4] = {held.high[0].x, held.high[0].y, held.high[0].z, held.high[0].w};
+  __device__ __forceinline__ void take(const Held& held) {
+    const int shift = 8 * (threadIdx.x % 4 / 2);
+    const uint32_t low_factor = factor_of(held.low_scales >> shift & 255);
+    const uint32_t high_factor = factor_of(held.high_scales >> shift & 255);
+    const uint32_t low[4] = {held.low.x, held.low.y, held.low.z, held.low.w};
+    const uint32_t high[4] = {held.high.x, held.high.y, held.high.z, held.high.w};
 #pragma unroll
-      for (int k = 0; k < 4; ++k) {
-        a[k][0] = times(widened_even(low[k]), low_factor);
-        a[k][1] = times(widened_even(high[k]), high_factor);
-        a[k][2] = times(widened_odd(low[k]), low_factor);
-        a[k][3] = times(widened_odd(high[k]), high_factor);
-      }
-    } else {
-#pragma unroll
-      for (int i = 0; i < 2; ++i) {
-        const uint4 low = held.low[i], high = held.high[i];
-        a[2 * i][0] = low.x, a[2 * i][1] = high.x, a[2 * i][2] = low.y, a[2 * i][3] = high.y;
-        a[2 * i + 1][0] = low.z, a[2 * i + 1][1] = high.z;
-        a[2 * i + 1][2] = low.w, a[2 * i + 1][3] = high.w;
-      }
+    for (int k = 0; k < 4; ++k) {
+      a[k][0] = times(widened(low[k], 0x1404), low_factor);
+      a[k][1] = times(widened(high[k], 0x1404), high_factor);
+      a[k][2] = times(widened(low[k], 0x3424), low_factor);
+      a[k][3] = times(widened(high[k], 0x3424), high_factor);
     }
   }
 };
@@ -223,19 +182,19 @@ __device__ __forceinline__ void settle(float (&sums)[64]) {
 }
 
 // Multiplies a tile's rows with its first N0 and its next N1 tokens.
-template <bool MXFP8, int N0, int N1>
-__device__ __forceinline__ void multiply(float (&d0)[64], float (&d1)[64], const WeightRows<MXFP8>& rows,
-                                         int chunks, int cluster, ManyShared& shared, Ring<kStages>& ring) {
+template <int N0, int N1>
+__device__ __forceinline__ void multiply(float (&d0)[64], float (&d1)[64], const WeightRows& rows, int chunks,
+                                         ManyShared& shared, Ring<kStages>& ring) {
   // the same for all N: the compiler merges their registers, and more do not fit
   constexpr int kSlots = 4;
-  Held<MXFP8> held[kSlots];
+  Held held[kSlots];
 #pragma unroll
   for (int i = 0; i < kSlots; ++i) {
     if (i < chunks) rows.load(held[i], i);
   }
-  const int lane = threadIdx.x % 32;
-  Operands<MXFP8> left[2];
-  if constexpr (MXFP8) left[0].take(held[0]);
+  const bool signals = threadIdx.x % 32 == 0;
+  Operands left[2];
+  left[0].take(held[0]);
   for (int base = 0; base < chunks; base += kSlots) {
 #pragma unroll
     for (int i = 0; i < kSlots; ++i) {
@@ -243,7 +202,6 @@ __device__ __forceinline__ void multiply(float (&d0)[64], float (&d1)[64], const
       if (chunk >= chunks) break;
       barrier_wait(&shared.full[ring.stage], ring.parity);
       const uint64_t b = describe_rows(shared_address(shared.tokens[ring.stage]));
-      if constexpr (!MXFP8) left[i % 2].take(held[i]);
       left[i % 2].settle();
       mma_fence();
 #pragma unroll
@@ -253,12 +211,11 @@ __device__ __forceinline__ void multiply(float (&d0)[64], float (&d1)[64], const
       }
       mma_commit();
       // while these run, the next chunk is made ready; the other warpgroup fills what gap remains
-      if constexpr (MXFP8) left[(i + 1) % 2].take(held[(i + 1) % kSlots]);
+      left[(i + 1) % 2].take(held[(i + 1) % kSlots]);
       mma_wait<0>();
       // the registers of this chunk are free
       if (chunk + kSlots < chunks) rows.load(held[i], chunk + kSlots);
-      // every block of the cluster copies into this one's stage
-      if (lane < cluster) barrier_arrive_at(&shared.empty[ring.stage], lane);
+      if (signals) barrier_arrive(&shared.empty[ring.stage]);
       ring.advance();
     }
   }
@@ -306,19 +263,18 @@ __device__ __forceinline__ void store(const float (&d)[64], const ManyArgs& a, c
 }
 
 // What a lane does for a tile.
-template <bool MXFP8>
 struct Work {
-  WeightRows<MXFP8> rows;
-  int chunks, channel, cluster;
+  WeightRows rows;
+  int chunks, channel;
 };
 
 // A function for each number of tokens, sums included: as one variable they would be merged, and spilled.
-template <bool MXFP8, Mode MODE, int N0, int N1>
-__device__ __forceinline__ void run(const ManyArgs& a, const Tile& tile, const Work<MXFP8>& work,
+template <Mode MODE, int N0, int N1>
+__device__ __forceinline__ void run(const ManyArgs& a, const Tile& tile, const Work& work,
                                     ManyShared& shared, Ring<kStages>& ring) {
   const int group = threadIdx.x / kWarpgroup - 1;
   float d0[64], d1[64];
-  multiply<MXFP8, N0, N1>(d0, d1, work.rows, work.chunks, work.cluster, shared, ring);
+  multiply<N0, N1>(d0, d1, work.rows, work.chunks, shared, ring);
   // the table of tokens has been written
   if constexpr (MODE == kDown) warpgroup_sync(1 + group);
   store<MODE, N0>(d0, a, tile, 0, work.channel, shared.rows[group], shared.weights[group]);
@@ -326,21 +282,18 @@ __device__ __forceinline__ void run(const ManyArgs& a, const Tile& tile, const W
 }
 
 // The column of a weight that stands at a place of the tokens' order.
-template <bool MXFP8>
 __device__ __forceinline__ int column_at(int place) {
-  constexpr int kSpan = MXFP8 ? 64 : 32;
-  const int p = place % kSpan, quarter = p % 8 / 2, pair = p / 8 % 2, side = p % 2;
-  // of four bytes, 0 and 2 are decoded together, then 1 and 3
-  return place - p + quarter * (kSpan / 4) + p / 16 * 4 + (MXFP8 ? pair + 2 * side : 2 * pair + side);
+  const int p = place % kChunk, quarter = p % 8 / 2;
+  return place - p + quarter * 16 + p / 16 * 4 + p / 8 % 2 * 2 + p % 2;
 }
 
-template <bool MXFP8, Mode MODE>
+template <Mode MODE>
 __device__ __forceinline__ void consume(const ManyArgs& a, ManyShared& shared, const Walk& walk) {
   const int group = threadIdx.x / kWarpgroup - 1, in_group = threadIdx.x % kWarpgroup;
   const int warp = in_group / 32, lane = threadIdx.x % 32;
   Ring<kStages> ring;
   Tile tile;
-  for (int number = blockIdx.x / walk.cluster; walk.find(a, number, tile); number += gridDim.x / walk.cluster) {
+  for (int number = blockIdx.x; walk.find(a, number, tile); number += gridDim.x) {
     if (tile.count == 0) continue;
     const bool is_shared = tile.expert < 0;
     // up: a lane's gate and up row give the channel that stands at this place of the hidden order;
@@ -348,14 +301,13 @@ __device__ __forceinline__ void consume(const ManyArgs& a, ManyShared& shared, c
     const int place = tile.row_tile * 64 + group * 32 + warp * 8 + lane / 4;
     const int channel = MODE == kUp ? place : tile.row_tile * 128 + group * 64 + warp * 16 + lane / 4 * 2;
     const int64_t base = is_shared ? 0 : static_cast<int64_t>(tile.expert) * (MODE == kUp ? 2 : 1) * a.outputs;
-    const int64_t low_row = base + (MODE == kUp ? column_at<MXFP8>(place) : channel);
+    const int64_t low_row = base + (MODE == kUp ? column_at(place) : channel);
     const int64_t high_row = low_row + (MODE == kUp ? a.outputs : 1);
     const auto* elements = static_cast<const uint8_t*>(is_shared ? a.shared_elements : a.elements);
     const uint8_t* scales = is_shared ? a.shared_scales : a.scales;
-    const int64_t row_bytes = static_cast<int64_t>(a.width) * (MXFP8 ? 1 : 2);
-    WeightRows<MXFP8> rows;
-    rows.low = elements + low_row * row_bytes + lane % 4 * 16;
-    rows.high = elements + high_row * row_bytes + lane % 4 * 16;
+    WeightRows rows;
+    rows.low = elements + low_row * a.width + lane % 4 * 16;
+    rows.high = elements + high_row * a.width + lane % 4 * 16;
     rows.low_scales = scales + low_row * (a.width / kGroup);
     rows.high_scales = scales + high_row * (a.width / kGroup);
 
@@ -372,12 +324,12 @@ __device__ __forceinline__ void consume(const ManyArgs& a, ManyShared& shared, c
         }
       }
     }
-    const Work<MXFP8> work{rows, a.width / kChunk, channel, walk.cluster};
-    if (tile.count <= 32) run<MXFP8, MODE, 32, 0>(a, tile, work, shared, ring);
-    else if (tile.count <= 64) run<MXFP8, MODE, 64, 0>(a, tile, work, shared, ring);
-    else if (tile.count <= 128) run<MXFP8, MODE, 128, 0>(a, tile, work, shared, ring);
-    else if (tile.count <= 192) run<MXFP8, MODE, 128, 64>(a, tile, work, shared, ring);
-    else run<MXFP8, MODE, 128, 128>(a, tile, work, shared, ring);
+    const Work work{rows, a.width / kChunk, channel};
+    if (tile.count <= 32) run<MODE, 32, 0>(a, tile, work, shared, ring);
+    else if (tile.count <= 64) run<MODE, 64, 0>(a, tile, work, shared, ring);
+    else if (tile.count <= 128) run<MODE, 128, 0>(a, tile, work, shared, ring);
+    else if (tile.count <= 192) run<MODE, 128, 64>(a, tile, work, shared, ring);
+    else run<MODE, 128, 128>(a, tile, work, shared, ring);
   }
 }
 
@@ -387,97 +339,66 @@ __device__ __forceinline__ void produce(const CUtensorMap* map, const ManyArgs& 
   Ring<kStages> ring;
   Tile tile;
   int filled = 0;
-  for (int number = blockIdx.x / walk.cluster; walk.find(a, number, tile); number += gridDim.x / walk.cluster) {
+  for (int number = blockIdx.x; walk.find(a, number, tile); number += gridDim.x) {
     if (tile.count == 0) continue;
     const int boxes = (tile.count + kBoxTokens - 1) / kBoxTokens;
     for (int chunk = 0; chunk < a.width / kChunk; ++chunk) {
       if (filled >= kStages) barrier_wait(&shared.empty[ring.stage], ring.parity ^ 1);
       ++filled;
       barrier_expect(&shared.full[ring.stage], boxes * kBoxTokens * kChunk * 2);
-      for (int box = walk.rank; box < boxes; box += walk.cluster) {
-        uint8_t* to = shared.tokens[ring.stage] + box * kBoxTokens * kChunk * 2;
-        const int row = tile.first + box * kBoxTokens;
-        if (walk.cluster == 1) copy_tile_3d(to, map, &shared.full[ring.stage], chunk * kChunk, row, 0);
-        else copy_to_cluster(to, map, &shared.full[ring.stage], chunk * kChunk, row, (1 << walk.cluster) - 1);
+      for (int box = 0; box < boxes; ++box) {
+        copy_tile_3d(shared.tokens[ring.stage] + box * kBoxTokens * kChunk * 2, map, &shared.full[ring.stage],
+                     chunk * kChunk, tile.first + box * kBoxTokens, 0);
       }
       ring.advance();
     }
   }
 }
 
-template <bool MXFP8, Mode MODE>
+template <Mode MODE>
 __global__ void __launch_bounds__(kThreads, 1)
     many_kernel(const __grid_constant__ CUtensorMap map, const __grid_constant__ ManyArgs a) {
   extern __shared__ uint8_t raw[];
   ManyShared& shared = aligned_shared<ManyShared>(raw);
-  const Walk walk(a, MODE == kUp ? 64 : 128);
   if (threadIdx.x == 0) {
     for (int stage = 0; stage < kStages; ++stage) {
       barrier_init(&shared.full[stage], 1);
-      barrier_init(&shared.empty[stage], walk.cluster * kConsumers * kWarpgroup / 32);
+      barrier_init(&shared.empty[stage], kConsumers * kWarpgroup / 32);
     }
     barrier_init_fence();
   }
   __syncthreads();
-  cluster_sync();
-  // at the end a block waits for the others, which may still arrive at its barriers
+  const Walk walk(a, MODE == kUp ? 64 : 128);
   if (threadIdx.x < kWarpgroup) {
     give_registers<24>();
     if (threadIdx.x == 0) produce(&map, a, shared, walk);
-    __syncwarp();
-    cluster_sync();
   } else {
     take_registers<240>();
-    consume<MXFP8, MODE>(a, shared, walk);
-    __syncwarp();
-    cluster_sync();
+    consume<MODE>(a, shared, walk);
   }
 }
 
-template <bool MXFP8, Mode MODE>
-cudaError_t launch(const CUtensorMap& map, const ManyArgs& a, int most_cluster, cudaStream_t stream) {
-  const auto kernel = many_kernel<MXFP8, MODE>;
-  static const cudaError_t allowed =
-      cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kSharedBytes);
+template <Mode MODE>
+cudaError_t launch(const CUtensorMap& map, const ManyArgs& a, int processors, cudaStream_t stream) {
+  static const cudaError_t allowed = cudaFuncSetAttribute(
+      many_kernel<MODE>, cudaFuncAttributeMaxDynamicSharedMemorySize, kSharedBytes);
   if (allowed != cudaSuccess) return allowed;
-  constexpr int kTileRows = MODE == kUp ? 64 : 128;
-  int cluster = most_cluster;
-  while ((a.outputs + kTileRows - 1) / kTileRows % cluster != 0) cluster /= 2;
-  cudaLaunchAttribute size;
-  size.id = cudaLaunchAttributeClusterDimension;
-  size.val.clusterDim.x = cluster;
-  size.val.clusterDim.y = size.val.clusterDim.z = 1;
-  cudaLaunchConfig_t config = {};
-  config.blockDim = kThreads;
-  config.dynamicSmemBytes = kSharedBytes;
-  config.stream = stream;
-  config.attrs = &size;
-  config.numAttrs = 1;
-  config.gridDim = cluster;
-  // one block stands on a processor, and not all processors may be of a whole cluster
-  static int most_clusters[kMostCluster + 1] = {};
-  if (most_clusters[cluster] == 0) {
-    const cudaError_t known = cudaOccupancyMaxActiveClusters(&most_clusters[cluster], kernel, &config);
-    if (known != cudaSuccess) return known;
-  }
-  config.gridDim = cluster * most_clusters[cluster];
-  return cudaLaunchKernelEx(&config, kernel, map, a);
+  many_kernel<MODE><<<processors, kThreads, kSharedBytes, stream>>>(map, a);
+  return cudaGetLastError();
 }
 
 // Tokens of sorted rows, columns in the order of the products: 4-byte words are moved whole.
-template <int SPAN>
 __global__ void gather_kernel(const uint4* x, const int32_t* pairs, uint4* out, int64_t x_row, int num_pairs,
                               int top_k, int width) {
   const int64_t row = blockIdx.x;
   const int token = row < num_pairs ? pairs[row] / top_k : static_cast<int>(row) - num_pairs;
-  constexpr int kVectors = SPAN / 8, kWords = SPAN / 2;
-  for (int span = threadIdx.x; span < width / SPAN; span += blockDim.x) {
+  constexpr int kVectors = kChunk / 8, kWords = kChunk / 2;
+  for (int span = threadIdx.x; span < width / kChunk; span += blockDim.x) {
     uint32_t in[kWords], moved[kWords];
-    const uint4* from = x + (token * x_row + static_cast<int64_t>(span) * SPAN) / 8;
+    const uint4* from = x + (token * x_row + static_cast<int64_t>(span) * kChunk) / 8;
 #pragma unroll
     for (int i = 0; i < kVectors; ++i) {
-      uint4 four = __ldg(from + i);
-      if constexpr (SPAN == 64) four = in_order(four);
+      const uint4 four = __ldg(from + i);
       in[4 * i] = four.x, in[4 * i + 1] = four.y, in[4 * i + 2] = four.z, in[4 * i + 3] = four.w;
     }
 #pragma unroll
@@ -486,7 +407,7 @@ __global__ void gather_kernel(const uint4* x, const int32_t* pairs, uint4* out, 
       const int quarter = word % 4;
       moved[word] = in[quarter * (kWords / 4) + word / 8 * 2 + word / 4 % 2];
     }
-    uint4* to = out + (row * width + static_cast<int64_t>(span) * SPAN) / 8;
+    uint4* to = out + (row * width + static_cast<int64_t>(span) * kChunk) / 8;
 #pragma unroll
     for (int i = 0; i < kVectors; ++i) {
       to[i] = make_uint4(moved[4 * i], moved[4 * i + 1], moved[4 * i + 2], moved[4 * i + 3]);
@@ -497,28 +418,19 @@ __global__ void gather_kernel(const uint4* x, const int32_t* pairs, uint4* out, 
 }  // namespace m3
 
 // mode: 0 up, 1 down; `map` is a host address of the tokens' tensor map
-extern "C" int m3_many(const m3::ManyArgs* a, const void* map, int mode, int most_cluster, cudaStream_t stream) {
+extern "C" int m3_many(const m3::ManyArgs* a, const void* map, int mode, int processors, cudaStream_t stream) {
   using namespace m3;
   const auto& tokens = *static_cast<const CUtensorMap*>(map);
-  const bool coded = a->scales != nullptr;
-  if (most_cluster < 1 || most_cluster > kMostCluster) return cudaErrorInvalidValue;
-  if (mode == kUp) {
-    return coded ? launch<true, kUp>(tokens, *a, most_cluster, stream) : launch<false, kUp>(tokens, *a, most_cluster, stream);
-  }
-  if (mode == kDown) {
-    return coded ? launch<true, kDown>(tokens, *a, most_cluster, stream)
-                 : launch<false, kDown>(tokens, *a, most_cluster, stream);
-  }
+  if (mode == kUp) return launch<kUp>(tokens, *a, processors, stream);
+  if (mode == kDown) return launch<kDown>(tokens, *a, processors, stream);
   return cudaErrorInvalidValue;
 }
 
 // bf16 x [tokens, width], dense columns; out [rows, width]
 extern "C" int m3_gather(const void* x, const int32_t* pairs, void* out, int64_t x_row, int num_rows, int num_pairs,
-                         int top_k, int width, int is_mxfp8, cudaStream_t stream) {
+                         int top_k, int width, cudaStream_t stream) {
   using namespace m3;
-  const auto* from = static_cast<const uint4*>(x);
-  auto* to = static_cast<uint4*>(out);
-  if (is_mxfp8) gather_kernel<64><<<num_rows, 96, 0, stream>>>(from, pairs, to, x_row, num_pairs, top_k, width);
-  else gather_kernel<32><<<num_rows, 192, 0, stream>>>(from, pairs, to, x_row, num_pairs, top_k, width);
+  gather_kernel<<<num_rows, 96, 0, stream>>>(static_cast<const uint4*>(x), pairs, static_cast<uint4*>(out), x_row,
+                                             num_pairs, top_k, width);
   return cudaGetLastError();
 }

@@ -17,8 +17,6 @@ FEW_TOKENS = (8, 16, 32, 64)
 # of the kernels of many tokens: tokens of a block, and of one copy
 MANY_TOKENS, BOX_TOKENS, BOX_COLUMNS = 256, 64, 64
 MAP_BYTES = 128
-# blocks that share what they copy
-CLUSTER = 4
 ROUTE_TOKENS, ROUTE_EXPERTS, ROUTE_CHOSEN = 8, 256, 32
 
 
@@ -123,12 +121,13 @@ class ExpertLibrary:
                 f"{capability[1]} ({torch.cuda.get_device_name()})"
             )
         library = load_library("moe", SOURCES)
+        self._processors = torch.cuda.get_device_properties(0).multi_processor_count
         self._map = library.m3_encode_map
         self._map.argtypes = [c_void_p, c_void_p, c_int, c_void_p, c_void_p, c_void_p]
         self._many = library.m3_many
         self._many.argtypes = [POINTER(ManyArgs), c_void_p, c_int, c_int, c_void_p]
         self._gather = library.m3_gather
-        self._gather.argtypes = [c_void_p, c_void_p, c_void_p, c_int64, *[c_int] * 5, c_void_p]
+        self._gather.argtypes = [c_void_p, c_void_p, c_void_p, c_int64, *[c_int] * 4, c_void_p]
         for function in (self._map, self._many, self._gather):
             function.restype = c_int
         self._route = library.m3_route
@@ -160,7 +159,7 @@ class ExpertLibrary:
             raise LaunchError(f"m3_few: CUDA error {code}")
 
     def many(self, arguments: ManyArgs, tokens: Tensor, mode: Mode) -> None:
-        """Enqueues the product of many tokens.
+        """Enqueues the product of many tokens with weights in MXFP8.
 
         Args:
             tokens: bf16 [rows, width] in the order of the products (`gather`).
@@ -180,13 +179,11 @@ class ExpertLibrary:
         if code != 0:
             raise LaunchError(f"m3_encode_map of {tuple(tokens.shape)}: code {code}")
         stream = torch.cuda.current_stream().cuda_stream
-        code = self._many(byref(arguments), address, mode, CLUSTER, stream)
+        code = self._many(byref(arguments), address, mode, self._processors, stream)
         if code != 0:
             raise LaunchError(f"m3_many: CUDA error {code}")
 
-    def gather(
-        self, x: Tensor, pairs: Tensor | None, out: Tensor, *, top_k: int, is_mxfp8: bool
-    ) -> None:
+    def gather(self, x: Tensor, pairs: Tensor | None, out: Tensor, *, top_k: int) -> None:
         """Writes the tokens of sorted pairs, then all tokens, with columns in the products' order.
 
         Args:
@@ -202,7 +199,7 @@ class ExpertLibrary:
         stream = torch.cuda.current_stream().cuda_stream
         code = self._gather(
             x.data_ptr(), address, out.data_ptr(), x.stride(0), out.shape[0], num_pairs, top_k,
-            out.shape[1], is_mxfp8, stream,
+            out.shape[1], stream,
         )  # fmt: skip
         if code != 0:
             raise LaunchError(f"m3_gather: CUDA error {code}")

@@ -1,4 +1,7 @@
-"""Experts and MXFP8 linears by the sm_90a kernels; what those do not serve goes through Triton."""
+"""Routing, experts and MXFP8 linears by the sm_90a kernels, where these beat Triton's; else those.
+
+Which serves what was measured: `docs/bench/moe-h200.md`.
+"""
 
 from __future__ import annotations
 
@@ -24,8 +27,10 @@ from m3stack.kernels.moe.grouping_with_triton import group_pairs, sort_pairs
 from m3stack.kernels.moe.with_triton import TritonExperts, combine
 from m3stack.kernels.quantised import with_triton as triton_linears
 
-# columns that kernels read at once: of few tokens in bf16, of all in MXFP8, of many in bf16
-PLAIN_COLUMNS, MXFP8_COLUMNS, MANY_COLUMNS = 32, 128, 64
+# columns that kernels read at once
+PLAIN_COLUMNS, MXFP8_COLUMNS = 32, 128
+# of bf16 weights: from 8 on Triton reads memory as fast, and one step of it serves any number
+PLAIN_TOKENS = 4
 # rows of a weight tile of many tokens
 MANY_ROWS = 128
 MAX_LINEAR_TOKENS = 128
@@ -105,9 +110,8 @@ class CudaExperts:
         """See `interface.RunExperts`."""
         num_experts, num_pairs = _elements(gate_up_EfM).shape[0], ids_Tk.numel()
         tokens = few_block_tokens(num_pairs, num_experts)
-        is_few = tokens is not None
         routed = _Matrices(gate_up_EfM, down_EMF)
-        if num_pairs == 0 or not _serves(x_TM, routed, is_few=is_few):
+        if num_pairs == 0 or not _serves(x_TM, routed, is_few=tokens is not None):
             return self._triton.run_experts(
                 x_TM, gate_up_EfM, down_EMF, ids_Tk, weights_Tk, alpha, limit,
                 shared=shared, factor=factor,
@@ -143,7 +147,7 @@ class CudaExperts:
             self._library.few(arguments, tokens, Mode.LINEAR)
             return out
         ordered = torch.empty(num_tokens, width, dtype=x.dtype, device=x.device)
-        self._library.gather(rows, None, ordered, top_k=1, is_mxfp8=True)
+        self._library.gather(rows, None, ordered, top_k=1)
         # a down product of the shared expert alone is a linear
         arguments = ManyArgs(
             shared_elements=elements, shared_scales=scales, scales=scales, out=out.data_ptr(),
@@ -222,13 +226,12 @@ class _Call:
 
     def _own_of_many(self, own: _Matrices) -> Tensor:
         """The shared expert's results alone, by the kernels of many tokens: bf16 [T, M]."""
-        (num_tokens, width), is_mxfp8 = self.x_TM.shape, isinstance(own.gate_up, Mxfp8Weight)
-        inner = _elements(own.down).shape[1]
+        (num_tokens, width), inner = self.x_TM.shape, _elements(own.down).shape[1]
         ordered, hidden, out = (
             torch.empty(num_tokens, count, dtype=torch.bfloat16, device=self.x_TM.device)
             for count in (width, inner, width)
         )
-        self.library.gather(self.x_TM, None, ordered, top_k=1, is_mxfp8=is_mxfp8)
+        self.library.gather(self.x_TM, None, ordered, top_k=1)
         for mode, source, target in ((Mode.UP, ordered, hidden), (Mode.DOWN, hidden, out)):
             elements, scales = _pointers(own.at(mode))
             arguments = ManyArgs(
@@ -247,8 +250,7 @@ class _Call:
         ordered = torch.empty(
             results.shape[0], self.x_TM.shape[1], dtype=torch.bfloat16, device=hidden.device
         )
-        is_mxfp8 = isinstance(routed.gate_up, Mxfp8Weight)
-        self.library.gather(self.x_TM, order.pairs, ordered, top_k=top_k, is_mxfp8=is_mxfp8)
+        self.library.gather(self.x_TM, order.pairs, ordered, top_k=top_k)
         for mode, source, target in ((Mode.UP, ordered, hidden), (Mode.DOWN, hidden, results)):
             elements, scales = _pointers(routed.at(mode))
             own_elements, own_scales = (None, None) if own is None else _pointers(own.at(mode))
@@ -306,11 +308,12 @@ def _aligned(rows: Tensor) -> bool:
 def _serves(x_TM: Tensor, routed: _Matrices, *, is_few: bool) -> bool:
     is_mxfp8 = isinstance(routed.gate_up, Mxfp8Weight)
     _, width, inner = _elements(routed.down).shape
-    columns = MXFP8_COLUMNS if is_mxfp8 else PLAIN_COLUMNS if is_few else MANY_COLUMNS
+    columns = MXFP8_COLUMNS if is_mxfp8 else PLAIN_COLUMNS
     return (
         x_TM.dtype == torch.bfloat16
         and _aligned(x_TM)
         and is_mxfp8 == isinstance(routed.down, Mxfp8Weight)
+        and (is_mxfp8 or (is_few and len(x_TM) <= PLAIN_TOKENS))
         and not width % columns
         and not inner % columns
         and (is_few or not width % MANY_ROWS)
