@@ -183,6 +183,34 @@ def test_sixteen_mixed_requests_at_once_each_equal_themselves_alone(
     assert serve_around(settings, scenario) == EXIT_DRAINED
 
 
+def test_pages_in_host_memory_change_no_token() -> None:
+    requests = [
+        text_request(5, max_tokens=12),
+        text_request(300, max_tokens=12, temperature=1.0, seed=2),
+        image_request(max_tokens=8),
+    ]
+    told: list[list[list[int]]] = []
+
+    def scenario(served: Served) -> None:
+        served.wait_until(WorkerState.READY)
+        with ThreadPoolExecutor(3) as pool:
+            told.append(list(pool.map(served.tokens, requests)))
+
+    for hot_pages in (0, 24):
+        settings = config(
+            hot_pages=hot_pages, max_batch_tokens=100, max_sequences=4, step_overlap="on"
+        )
+        assert serve_around(settings, scenario) == EXIT_DRAINED
+    assert told[0] == told[1]
+
+
+def test_too_few_hot_pages_are_refused_with_the_number_it_takes() -> None:
+    with pytest.raises(StartupError, match="hot_pages is 2, steps of 256 tokens"):
+        run_worker(config(hot_pages=2))
+    with pytest.raises(StartupError, match="memory allows 64 pages"):
+        run_worker(config(hot_pages=65))
+
+
 @pytest.mark.parametrize("host_cache_bytes", [0, 1 << 24])
 def test_preempted_request_goes_on_to_the_same_tokens(host_cache_bytes: int) -> None:
     def scenario(served: Served) -> None:

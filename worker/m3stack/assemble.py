@@ -16,6 +16,7 @@ from m3stack.cache.media import MediaLedger
 from m3stack.cache.pages import PageAllocator
 from m3stack.cache.pool import KvPool
 from m3stack.cache.prefix import PrefixCache
+from m3stack.cache.tiered import with_tier
 from m3stack.config import WorkerConfig
 from m3stack.engine.budget import SchedulerLimits
 from m3stack.engine.constraints import ConstraintBook
@@ -46,6 +47,7 @@ from m3stack.parallel import ALONE, Mesh, ProcessMesh
 from m3stack.pools import (
     build_host_pool,
     build_pool,
+    check_hot_pages,
     context_within,
     page_shape,
 )
@@ -155,6 +157,7 @@ def _assemble_leader(config: WorkerConfig, ground: Ground, around: Surroundings)
         hardware,
         reserved_bytes=bytes_of_steps(config, model, limits) if mesh.size == 1 else 0,
     )
+    check_hot_pages(config, model_config, pool, limits)
     host_pool = build_host_pool(config, pool, hardware.device)
     context = context_within(config, model_config, pool)
     _log.info(
@@ -218,6 +221,8 @@ def _load(
     rank = place_of(config, mesh.rank)
     own = model_config.per_rank(mesh.size, width_ranks=rank.width_ranks)
     kernels = _kernels(config.kernels, own, hardware)
+    if config.hot_pages:
+        kernels = with_tier(kernels)
     _log.info("kernels name=%s", kernels.name)
     keeps_mxfp8 = _keeps_mxfp8(config, model_config, hardware)
     if config.random_weights:

@@ -9,7 +9,9 @@ import torch
 
 from m3stack.cache.host_pool import HostPool, slots_within
 from m3stack.cache.pool import KvPool, PageShape
+from m3stack.cache.tiered import TieredPool, hot_pages_at_least
 from m3stack.config import WorkerConfig
+from m3stack.engine.budget import SchedulerLimits
 from m3stack.errors import StartupError
 from m3stack.hardware import Hardware
 from m3stack.models.minimax_m3.config import M3Config
@@ -52,6 +54,9 @@ def build_host_pool(config: WorkerConfig, pool: KvPool, device: torch.device) ->
     Raises:
         StartupError: more is asked for than is free.
     """
+    if config.hot_pages:
+        # pages are in host memory already
+        return None
     num_bytes = config.host_cache_bytes
     free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     if num_bytes < 0:
@@ -96,9 +101,11 @@ def build_pool(
         StartupError: there is no room for one page, or not for those that were asked for.
     """
     shape = page_shape(config, model, hardware)
+    free = max(0, _free_bytes(hardware.device) - reserved_bytes)
+    if config.hot_pages:
+        return _build_tiered_pool(config, model, shape, hardware.device, free_bytes=free)
     num_pages = config.num_pages
     if not num_pages:
-        free = max(0, _free_bytes(hardware.device) - reserved_bytes)
         num_bytes = int(free * config.kv_memory_fraction)
         if hardware.device.type == "cpu":
             # the ranks share it
@@ -118,6 +125,60 @@ def build_pool(
             f"{num_pages} cache pages of {shape.bytes_per_page} bytes do not fit: {error}; "
             "lower num_pages or kv_memory_fraction"
         ) from error
+
+
+def _build_tiered_pool(
+    config: WorkerConfig,
+    model: M3Config,
+    shape: PageShape,
+    device: torch.device,
+    *,
+    free_bytes: int,
+) -> TieredPool:
+    num_hot = config.hot_pages
+    kv_values = 2 * shape.num_kv_heads * shape.head_dim * shape.page_tokens
+    cold_bytes = kv_values * shape.layer_dtype(True).itemsize * sum(shape.sparse_layers)
+    num_pages = config.num_pages
+    if not num_pages:
+        on_device = int(free_bytes * config.kv_memory_fraction) - (num_hot + 1) * cold_bytes
+        on_host = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2
+        if device.type == "cpu":
+            on_host = min(on_host, CPU_POOL_BYTES)
+        useful = config.max_sequences * -(-context_limit(config, model) // model.block_tokens)
+        num_pages = min(
+            on_device // (shape.bytes_per_page - cold_bytes), on_host // cold_bytes, useful
+        )
+    if num_hot > num_pages:
+        raise StartupError(
+            f"hot_pages is {num_hot}, but memory allows {num_pages} pages in all; lower it"
+        )
+    try:
+        return TieredPool(shape, num_pages, device, num_hot=num_hot)
+    except RuntimeError as error:
+        raise StartupError(
+            f"{num_hot} hot cache pages and {num_pages} in host memory do not fit: {error}; "
+            "lower hot_pages or num_pages"
+        ) from error
+
+
+def check_hot_pages(
+    config: WorkerConfig, model: M3Config, pool: KvPool, limits: SchedulerLimits
+) -> None:
+    """Raises StartupError unless the largest step can be computed with the hot pages."""
+    if not isinstance(pool, TieredPool):
+        return
+    growth = limits.max_growth if limits.growth_prefix_tokens else 1
+    least = hot_pages_at_least(
+        pool.shape,
+        num_blocks=model.topk_blocks,
+        step_tokens=limits.max_batch_tokens * growth,
+        rows=limits.max_sequences,
+    )
+    if config.hot_pages < least:
+        raise StartupError(
+            f"hot_pages is {config.hot_pages}, steps of {limits.max_batch_tokens} tokens and "
+            f"{limits.max_sequences} sequences need {least}; raise it, or lower max_batch_tokens"
+        )
 
 
 def _free_bytes(device: torch.device) -> int:

@@ -55,11 +55,16 @@ def random_request(rng: random.Random, number: int) -> Request:
     return Request(f"r{number}", prompt, rules, priority=priority, tenant=tenant)
 
 
-def random_faults(rng: random.Random, count: int) -> list[BaseException | None]:
-    """One in thirty steps fails, never two in a row."""
+def random_faults(rng: random.Random, count: int, *, calls: int) -> list[BaseException | None]:
+    """One in thirty of the runner's calls fails, never in two steps in a row.
+
+    Args:
+        calls: most calls that a step and the one behind it take.
+    """
     faults: list[BaseException | None] = []
     while len(faults) < count:
-        faults += [RuntimeError("injected"), None] if rng.random() < 1 / 30 else [None]
+        failing = rng.random() < 1 / 30
+        faults += [RuntimeError("injected"), *[None] * calls] if failing else [None]
     return faults
 
 
@@ -90,7 +95,7 @@ def test_random_requests_with_cancels_and_faults_end_once_and_leave_nothing(
     copy_faults = random.Random(count + 1)
     stack.copier.should_fail = lambda copy: copy_faults.random() < 0.05
     with EngineHarness(stack, is_ahead=is_ahead) as harness:
-        harness.runner.faults = random_faults(rng, 20 * count)
+        harness.runner.faults = random_faults(rng, 20 * count, calls=6 if is_ahead else 1)
         requests: dict[int, Request] = {}
         cancelled: set[int] = set()
         open_handles: set[int] = set()
