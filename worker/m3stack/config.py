@@ -69,6 +69,9 @@ class WorkerConfig:
     metrics_listen: str = _setting(
         "off", "address that serves Prometheus metrics, or off", address_or_off
     )
+    vllm_metrics: bool = _setting(
+        False, "show the names of vLLM's metrics beside our own", anything
+    )
     device: str = _setting("auto", "auto, cpu, cuda or cuda:N", device)
     dtype: str = _setting(
         "auto",

@@ -39,6 +39,7 @@ from m3stack.rpc.status import StatusBoard
 from m3stack.rpc.tls import server_credentials
 from m3stack.telemetry import WorkerMetrics, set_up_logging
 from m3stack.types import WorkerState
+from m3stack.vllm_names import VllmNames
 from m3stack.worker.v1 import worker_pb2 as pb
 from m3stack.worker.v1 import worker_pb2_grpc as pb_grpc
 
@@ -303,6 +304,9 @@ class _Worker:
     def _start_metrics(self) -> tuple[Any, int]:
         if self._config.metrics_listen == "off":
             return None, 0
+        if self._config.vllm_metrics:
+            registry = self._metrics.registry
+            registry.register(VllmNames(registry, self._config.model_name))
         host, _, port = self._config.metrics_listen.rpartition(":")
         try:
             server, _ = start_http_server(int(port), host, self._metrics.registry)
