@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from m3stack.config import WorkerConfig, resolve, setting_specs
+from m3stack.config import SHARED_NAMES, WorkerConfig, resolve, setting_specs
 from m3stack.errors import StartupError
 from m3stack.flags import FLAGS, load_config
 
@@ -153,6 +153,14 @@ def test_command_line_offers_every_setting(capsys: pytest.CaptureFixture[str]) -
     for spec in setting_specs():
         flag = f"--{spec.name.replace('_', '-')} "
         assert (flag if spec.name in FLAGS else f"\n  {spec.name}\n") in shown
+
+
+def test_example_file_names_every_setting_and_is_one() -> None:
+    example = Path(__file__).parents[2] / "deploy" / "m3stack.example.toml"
+    resolve(flags={}, environ={}, file=example)
+    table = example.read_text().partition("[worker]")[2]
+    named = set(re.findall(r"^(?:# )?(\w+) = ", table, re.MULTILINE)) | set(SHARED_NAMES)
+    assert named == {spec.name for spec in setting_specs()}
 
 
 def test_gateway_and_worker_have_at_most_forty_flags() -> None:
