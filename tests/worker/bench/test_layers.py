@@ -72,8 +72,28 @@ def test_ratios_are_those_of_the_times() -> None:
         "phase": "decode", "batch": 1, "tokens": 1, "moe_us": 40.0, "projections_us": 32.0,
         "rest_us": 8.0, "dense_layer_us": 240.0, "ends_us": 80.0,
     }  # fmt: skip
-    expected = 57 * (72 / 8 + 8 + 5 + 24) + 3 * (40 / 8 + 50 + 24) + 10
+    step["context"] = 131072
+    # index keys of 256 B a token whole, 4 MiB of chosen keys and values to a quarter
+    index, keys = 131072 * 256, 2048 * 2048
+    share = (index + keys / 4) / (index + keys)
+    assert layers_report.attention_share(step) == pytest.approx(share)
+    expected = 57 * (72 / 8 + 8 + 20 * share + 24) + 3 * (40 / 8 + 50 + 24) + 10
     assert layers_report.whole_model_us(step) == pytest.approx(expected)
+    chunk = {"phase": "prefill", "tokens": 8192, "context": 1048576}
+    # nearly all of it is scores, of which a rank does a quarter
+    assert 0.24 < layers_report.attention_share(chunk) < 0.25
+
+
+def test_a_library_s_faster_dense_attention_stands_in_for_a_slower_one(tmp_path: Path) -> None:
+    row = {"context": 131072, "dense_attention_us": 180.0, "dense_layer_us": 190.0}
+    rows = [row | {"phase": "prefill"}, row | {"phase": "decode"}]
+    report = tmp_path / "msa.json"
+    assert layers_report.with_library_dense(rows, report) == rows
+    for dense_us, expected in ((67.0, (67.0, 77.0)), (200.0, (180.0, 190.0))):
+        report.write_text(json.dumps([{"name": "prefill_8k_after_128k", "dense_us": dense_us}]))
+        prefill, decode = layers_report.with_library_dense(rows, report)
+        assert (prefill["dense_attention_us"], prefill["dense_layer_us"]) == expected
+        assert decode == rows[1]
 
 
 def test_the_command_needs_a_gpu_and_says_so(capsys: pytest.CaptureFixture[str]) -> None:
