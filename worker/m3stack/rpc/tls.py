@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ssl
 from pathlib import Path
 
 import grpc
@@ -15,9 +16,11 @@ def server_credentials(directory: Path) -> grpc.ServerCredentials:
     """What a worker shows to its clients; with `ca.crt` there, they must show a certificate too.
 
     Raises:
-        StartupError: names the file that cannot be read or holds no PEM, never what it holds.
+        StartupError: names the file that cannot be read or holds no PEM, or the pair that does
+            not fit; never what they hold.
     """
     pair = (_pem(directory / KEY), _pem(directory / CERTIFICATE))
+    _check_pair(directory)
     authority = directory / AUTHORITY
     if not authority.exists():
         return grpc.ssl_server_credentials([pair])
@@ -38,6 +41,20 @@ def channel_credentials(directory: Path) -> grpc.ChannelCredentials:
     return grpc.ssl_channel_credentials(
         authority, _pem(directory / KEY), _pem(directory / CERTIFICATE)
     )
+
+
+def _check_pair(directory: Path) -> None:
+    """gRPC itself would only say that it cannot listen."""
+    certificate, key = directory / CERTIFICATE, directory / KEY
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    try:
+        # a key under a password cannot be used; nobody is there to be asked for it
+        context.load_cert_chain(certificate, key, password="")
+    except ssl.SSLError as error:
+        reason = error.reason or "they cannot be read as such"
+        raise StartupError(
+            f"tls_dir: {certificate} and {key} are no certificate and its key: {reason}"
+        ) from None
 
 
 def _pem(path: Path) -> bytes:
