@@ -1,9 +1,9 @@
 """Command `m3stack bench multi-gpu`: one model divided over GPUs in several ways, each compared.
 
-Every way gives the undivided model's tokens first; then steps of decode and prefill are timed with
-and without their collectives, beside the least time that bytes and products allow. Ways that need
-more GPUs than there are run with the shapes of one of their ranks and the collectives of those
-there are; they say so.
+Every way is first compared with the undivided model in fp32 and plain torch; then steps of decode
+and prefill are timed with and without their collectives, beside the least time that bytes and
+products allow. Ways that need more GPUs than there are run with the shapes of one of their ranks
+and the collectives of those there are; they say so.
 """
 
 from __future__ import annotations
@@ -25,9 +25,8 @@ from m3stack.bench.multi_gpu import report
 from m3stack.bench.multi_gpu.measure import Row
 from m3stack.bench.multi_gpu.run import Options, open_store, run_rank
 
-# a divided model may differ from the whole by that many times what the whole differs from itself
-# when its prompt is cut in two: both are rounding in another order
-MAX_YARDSTICKS = 2.0
+# a divided model may be that much farther from fp32 than the undivided one is
+MAX_RATIO = 2.0
 # where rounding moves no more than this, it moves no token either
 FP32_ERROR = 1e-5
 
@@ -37,6 +36,9 @@ def main(argv: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(prog="m3stack bench multi-gpu", description=__doc__)
     parser.add_argument("--world", type=int, default=0, help="GPUs; default: all there are")
     parser.add_argument("--small", action="store_true", help="the tiny model on CPUs, for a try")
+    parser.add_argument(
+        "--dtype", default="float32", choices=("float32", "bfloat16"), help="with --small"
+    )
     parser.add_argument("--layers", type=int, default=4, help="of the truncated model")
     parser.add_argument(
         "--arms", nargs="*", default=[], help="to time, for example tp2 'tp2 parts'"
@@ -52,6 +54,7 @@ def main(argv: Sequence[str]) -> int:
     options = Options(
         world=world,
         small=parsed.small,
+        dtype=parsed.dtype,
         num_layers=parsed.layers,
         arms=tuple(parsed.arms),
         deadline_s=time.monotonic() + parsed.deadline if parsed.deadline else float("inf"),
@@ -91,15 +94,15 @@ def _all_end_well(ranks: Sequence[BaseProcess]) -> bool:
 
 
 def are_equal(rows: Sequence[Row]) -> bool:
-    """Whether every arm's logits are near enough; in fp32 also whether all tokens are the same."""
+    """Whether every arm is as near to fp32 as the undivided model; in fp32, to the token."""
     compared = [row for row in rows if row["kind"] == "equality"]
     if not compared:
         return True
-    # the first one is the undivided model with its prompt cut
-    yardstick = compared[0]["relative_error"]
-    if yardstick <= FP32_ERROR and any(row["equal_tokens"] < row["tokens"] for row in compared):
+    # the undivided model comes first
+    whole = compared[0]["relative_error"]
+    if whole <= FP32_ERROR and any(row["equal_tokens"] < row["tokens"] for row in compared):
         return False
-    limit = max(MAX_YARDSTICKS * yardstick, FP32_ERROR)
+    limit = max(MAX_RATIO * whole, FP32_ERROR)
     return all(row["relative_error"] <= limit for row in compared)
 
 

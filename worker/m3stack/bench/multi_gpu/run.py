@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -51,6 +51,7 @@ class Options:
 
     world: int
     small: bool
+    dtype: str
     num_layers: int
     arms: tuple[str, ...]
     deadline_s: float
@@ -72,21 +73,18 @@ def run_rank(rank: int, options: Options, command: str) -> None:
 
     for row in _memory_rows(machine, options):
         keep(row)
-    whole: Answer | None = None
+    truth = _truth(machine, config, sizes)
     for arm in arms_of(options.world):
         is_timed = not options.arms or arm.name in options.arms
-        # the undivided model answers, whatever is timed
+        # the undivided model is compared whatever is timed: the others are held to it
         if not is_timed and arm != Arm(1):
             continue
         if not _is_time_left(machine, options):
             keep({"kind": "not run", "arm": arm.name, "why": "the deadline"})
             continue
         bench = ArmBench(arm, config, sizes, machine)
-        if arm == Arm(1):
-            whole = bench.answer(None)
-            keep(bench.compared(whole, first_rows=sizes.prompt_tokens // 2 + 1))
-        elif bench.is_real and whole is not None:
-            keep(bench.compared(whole))
+        if bench.is_real:
+            keep(bench.compared(truth))
         for row in bench.timed_rows() if is_timed else ():
             keep(row)
         del bench
@@ -95,6 +93,21 @@ def run_rank(rank: int, options: Options, command: str) -> None:
     if dist.is_initialized():
         dist.barrier()
         dist.destroy_process_group()
+
+
+def _truth(machine: Machine, config: M3Config, sizes: Sizes) -> Answer:
+    """What the undivided model gives in fp32 and plain torch, on every rank for itself."""
+    plain = replace(
+        machine,
+        place=Place(machine.place.device, torch.float32),
+        kernels=reference_kernels(),
+        group=None,
+    )
+    needed = -(-(sizes.prompt_tokens + sizes.output_tokens) // config.block_tokens)
+    answer = ArmBench(Arm(1), config, replace(sizes, num_pages=needed), plain).answer(None)
+    if machine.place.device.type == "cuda":
+        torch.cuda.empty_cache()
+    return answer
 
 
 def _config(options: Options) -> tuple[M3Config, Sizes]:
@@ -110,7 +123,7 @@ def _machine(rank: int, options: Options) -> Machine:
         if options.world > 1:
             _join(rank, options)
             group = dist.group.WORLD
-        place = Place(torch.device("cpu"), torch.float32)
+        place = Place(torch.device("cpu"), getattr(torch, options.dtype))
         # a CPU's ceilings are not what this is about
         return Machine(rank, place, reference_kernels(), group, floors.Ceiling(1e10, 1e11))
     device = torch.device("cuda", rank)

@@ -39,6 +39,8 @@ def step(
     positions = torch.cat([torch.arange(end - num_rows, end) for end in ends])
     sequence_T = torch.arange(len(ends)).repeat_interleave(num_rows)
     pages_T = table_SJ[sequence_T, positions // page_tokens].long()
+    # the same ones whatever the pages are
+    generator.manual_seed(3)
     tokens = torch.randint(vocab_size, positions.shape, generator=generator)
     last_rows = torch.arange(1, len(ends) + 1) * num_rows - 1
     return DeviceBatch(
