@@ -224,10 +224,10 @@ def _load(
     if config.hot_pages:
         kernels = with_tier(kernels)
     _log.info("kernels name=%s", kernels.name)
-    keeps_mxfp8 = _keeps_mxfp8(config, model_config, hardware)
+    keeps = keeps_mxfp8(config, model_config, hardware)
     if config.random_weights:
         _log.warning("weights are random: answers are noise")
-        place = Place(hardware.device, hardware.dtype, keeps_mxfp8=keeps_mxfp8)
+        place = Place(hardware.device, hardware.dtype, keeps_mxfp8=keeps)
         model = random_model(model_config, kernels=kernels, place=place, mesh=mesh, rank=rank)
         progress(1, 1)
     else:
@@ -238,7 +238,7 @@ def _load(
             device=hardware.device,
             dtype=hardware.dtype,
             progress=progress,
-            keep_quantised=keeps_mxfp8,
+            keep_quantised=keeps,
             mesh=mesh,
             rank=rank,
         )
@@ -247,7 +247,7 @@ def _load(
     return model
 
 
-def _keeps_mxfp8(config: WorkerConfig, model: M3Config, hardware: Hardware) -> bool:
+def keeps_mxfp8(config: WorkerConfig, model: M3Config, hardware: Hardware) -> bool:
     """Whether text linears stay in MXFP8 on the device.
 
     Raises:
