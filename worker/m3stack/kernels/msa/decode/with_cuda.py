@@ -39,12 +39,12 @@ class UnsupportedShapeError(ValueError):
 class CudaDecode:
     """The two decode operations, bound to one built library; calls belong on one stream."""
 
-    def __init__(self, library: DecodeLibrary) -> None:
+    def __init__(self, library: DecodeLibrary, device: str = "cuda") -> None:
         self.library = library
         # arrivals of blocks at a line; every launch leaves zeros, so launches must not overlap
-        self._arrived = torch.zeros(library.num_processors, dtype=torch.int32, device="cuda")
+        self._arrived = torch.zeros(library.num_processors, dtype=torch.int32, device=device)
         # blocks scored in bf16 and blocks ranked by the two-stage choice, summed on the device
-        self.rescored_2 = torch.zeros(2, dtype=torch.int64, device="cuda")
+        self.rescored_2 = torch.zeros(2, dtype=torch.int64, device=device)
 
     @staticmethod
     def serves(groups: int, rows: PagedRows) -> bool:
