@@ -97,6 +97,22 @@ def test_watcher_learns_the_pages_of_a_request_under_the_keys_a_gateway_computes
     assert serve_around(config(), scenario) == EXIT_DRAINED
 
 
+def test_worker_that_shares_no_pages_says_so_once() -> None:
+    def scenario(served: Served) -> None:
+        served.wait_until(WorkerState.READY)
+        with grpc.insecure_channel(served.target) as channel:
+            stub = worker_pb2_grpc.WorkerServiceStub(channel)
+            watch = worker_pb2.WatchRequest(heartbeat_ms=100, cache_events=True)
+            call = stub.Watch(watch, timeout=TIMEOUT_S)
+            first, second = next(call), next(call)
+            assert first.cache.is_restart
+            assert not first.cache.added
+            assert not second.HasField("cache")
+            call.cancel()
+
+    assert serve_around(config(prefix_cache=False), scenario) == EXIT_DRAINED
+
+
 def keys(request: Request, page_tokens: int) -> set[int]:
     sequence = Sequence(
         1, request, page_tokens=page_tokens, stop_ids=frozenset(), max_context_tokens=4096

@@ -49,6 +49,10 @@ class CacheNews:
         return self.is_restart or bool(self.added or self.removed)
 
 
+# what a cache says that shares nothing
+NO_PAGES = CacheNews(True, 0, (), (), Place(0, 0))
+
+
 class PageJournal:
     """The held pages and their latest changes.
 

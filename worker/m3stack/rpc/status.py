@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import AsyncGenerator, Callable
 from dataclasses import dataclass, replace
 
-from m3stack.cache.journal import CacheNews, PageJournal, Place
+from m3stack.cache.journal import NO_PAGES, CacheNews, PageJournal, Place
 from m3stack.rpc.convert import load_to_proto
 from m3stack.types import Load, WorkerState
 from m3stack.worker.v1 import worker_pb2 as pb
@@ -37,6 +37,7 @@ class StatusBoard:
         self._is_closed = False
         self._measure: Callable[[], Load] = lambda: _NO_LOAD
         self._journal: PageJournal | None = None
+        self._shares_nothing = False
         self._changes: set[asyncio.Event] = set()
         self._listeners: list[Callable[[WorkerState], None]] = []
 
@@ -64,6 +65,7 @@ class StatusBoard:
     def set_cache_source(self, journal: PageJournal | None) -> None:
         """Where news of the cache come from; None if requests share no pages."""
         self._journal = journal
+        self._shares_nothing = journal is None
 
     def replace_identity(self, identity: pb.Identity) -> None:
         """Corrects the identity; a watch that has told another one ends, to be started anew."""
@@ -91,7 +93,7 @@ class StatusBoard:
                 changed.clear()
                 now = (self._state, self._measure())
                 is_due = loop.time() - told_at >= timing.heartbeat_s
-                news = self._journal.news(place) if with_cache and self._journal else None
+                news = self._news(place) if with_cache else None
                 if told is None or is_due or news or _differs(told, now):
                     yield pb.WatchResponse(
                         identity=identity if told is None else None,
@@ -109,6 +111,12 @@ class StatusBoard:
                     continue
         finally:
             self._changes.discard(changed)
+
+    def _news(self, place: Place | None) -> CacheNews | None:
+        if self._journal is not None:
+            return self._journal.news(place)
+        # said once: whoever hears nothing would guess
+        return NO_PAGES if self._shares_nothing and place is None else None
 
     def _notify(self) -> None:
         for changed in self._changes:
