@@ -146,3 +146,36 @@ def test_lengths_have_recordings_of_their_own(model: M3Model) -> None:
 
     reaches = [kind(length).max_seq_len for length in (1, SHORT_TOKENS, SHORT_TOKENS + 1, 1 << 20)]
     assert reaches == [SHORT_TOKENS, SHORT_TOKENS, 2 * SHORT_TOKENS, 1 << 20]
+
+
+def test_what_is_recorded_has_rows_nobody_has_seen(model: M3Model) -> None:
+    runner = PagedRunner(model)
+    seen: list[int] = []
+    kept = []
+
+    class Twice:
+        """Runs twice, as a recorder that warms up does."""
+
+        num_bytes = 1
+
+        def __init__(self, run: Callable[[], Tensor]) -> None:
+            run()
+            self._output = run()
+
+        def replay(self) -> Tensor:
+            return self._output
+
+    def forward(batch: DeviceBatch, caches: LayerCache) -> Tensor:
+        kept.append(batch.rows)
+        seen.append(id(batch.rows))
+        return model(batch, caches)
+
+    replayed = DecodeGraphs(
+        forward, runner.cache, record=Twice, page_tokens=128, max_sequences=4, budget_bytes=9
+    )
+    track = Track()
+    with torch.inference_mode():
+        for _ in range(USES_BEFORE_RECORDING):
+            replayed(runner.batch([(track, [4])]), runner.cache)
+    assert len(seen) == USES_BEFORE_RECORDING + 1
+    assert len(set(seen)) == len(seen)

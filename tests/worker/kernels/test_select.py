@@ -13,9 +13,10 @@ pytest.importorskip("triton")
 from m3stack.kernels import select
 from m3stack.kernels.attention import with_flashinfer, with_torch
 from m3stack.kernels.build import CompilerMissingError, KernelUnavailableError, find_compiler
+from m3stack.kernels.interface import LayerPages, PagedRows
 from m3stack.kernels.msa.with_cuda import refuse_other_models
 from m3stack.kernels.reference_table import reference_kernels
-from m3stack.kernels.select import BackEnd, build_kernels
+from m3stack.kernels.select import BackEnd, build_kernels, decode_apart
 from m3stack.kernels.self_check import check_operation
 from m3stack.kernels.shape import KernelShape
 from m3stack.kernels.triton_table import triton_operations
@@ -219,3 +220,15 @@ def test_flashinfer_names_what_it_does_not_serve_before_it_compiles(change, said
     with_flashinfer.refuse_other_models(M3)
     with pytest.raises(KernelUnavailableError, match=said):
         with_flashinfer.refuse_other_models(dataclasses.replace(M3, **change))
+
+
+def test_steps_of_one_row_a_sequence_have_an_operation_of_their_own() -> None:
+    decode, other = (
+        lambda q, pages, rows, scale: torch.zeros(1),
+        lambda q, pages, rows, scale: torch.ones(1),
+    )
+    both = decode_apart(decode, other)
+    pages = LayerPages(torch.empty(0), torch.empty(0), None)
+    for longest, expected in ((1, 0.0), (2, 1.0)):
+        rows = PagedRows(torch.empty(0), torch.empty(0), torch.empty(0), longest, 9)
+        assert both(torch.empty(0), pages, rows, 1.0).item() == expected

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import torch
@@ -161,11 +161,19 @@ class DecodeGraphs:
         if is_full or self._uses[kind] < USES_BEFORE_RECORDING:
             return None
         inputs = _Inputs(kind, self._page_tokens, device)
+
+        def run() -> Tensor:
+            # an object of its own every time: what a kernel remembers of rows that it has seen
+            # on the host must not get into a recording
+            batch = inputs.batch
+            return self._forward(replace(batch, rows=replace(batch.rows)), self._caches)
+
         try:
-            recording = self._record(lambda: self._forward(inputs.batch, self._caches))
-        except torch.AcceleratorError:
-            raise
+            recording = self._record(run)
         except Exception:  # noqa: BLE001 - this kind of step goes on as it is
+            if device.type == "cuda":
+                # raises if it was not the recording alone that failed
+                torch.cuda.synchronize(device)
             self._failed.add(kind)
             _log.exception("graph_failed rows=%d max_seq_len=%d", kind.num_rows, kind.max_seq_len)
             return None
