@@ -9,7 +9,7 @@ BIN := $(VENV)/bin
 GATEWAY_SOURCES := $(shell find gateway proto -name '*.rs' -o -name '*.toml' -o -name '*.proto' 2>/dev/null) Cargo.toml Cargo.lock
 GENERATED := worker/m3stack/worker/v1
 
-.PHONY: help setup build demo serve test test-rust test-python lint proto soak bench release clean
+.PHONY: help setup build demo serve test test-rust test-python lint proto soak chaos bench release clean
 
 help: ## list the jobs
 	@awk -F':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -68,6 +68,11 @@ proto: $(VENV)/.packages ## regenerate the Python side of the proto
 
 soak: build ## the long tests: load, chaos, fuzzing
 	@OMP_NUM_THREADS=1 $(BIN)/pytest -m soak --timeout 1800
+
+SECONDS_OF_FAULTS ?= 1800
+chaos: build ## faults against a fleet in network namespaces (root); figures into docs/bench/chaos.json
+	@unshare --net --mount $(BIN)/python -m tests.chaos.run --seconds $(SECONDS_OF_FAULTS) \
+	  --report docs/bench/chaos.json
 
 bench: build ## the gateway in release, against a scripted worker
 	@cargo build --locked --release -p gateway-server --bin m3stack-gateway --examples
