@@ -139,12 +139,13 @@ def report(spells: list[Spell], samples: list[Sample], left: dict[str, float]) -
     ]
     return {
         "rows": rows,
-        "all": _row("all", spells, limits, truth) | {"recovery_s": None},
+        "all": _row("all", spells, limits, truth) | {"recovery_s": None, "failing_s": None},
         "late_after_s": limits,
         "seconds": round(max(o.started_s for o in everything) - calm.from_s, 1),
         "resident_growth": _growth(samples),
         "descriptor_growth": _descriptors(samples),
         "held_when_quiet": left,
+        "load_average": [round(value, 1) for value in os.getloadavg()],
         "machine": f"{platform.machine()}, {_num_cores()} cores, {platform.platform()}",
     }
 
@@ -159,6 +160,10 @@ def _row(
         max((o.started_s - spell.from_s for o in spell.outcomes if _is_bad(o, limits)), default=0.0)
         for spell in spells
     ]
+    failing = [
+        max((o.started_s - spell.from_s for o in spell.outcomes if _failed(o)), default=0.0)
+        for spell in spells
+    ]
     return {
         "fault": name,
         "times": len(spells),
@@ -166,6 +171,7 @@ def _row(
         "ended_once": sum(count for end, count in ends.items() if end in ONCE),
         "cut_silently": ends[End.CUT_SILENTLY],
         "recovery_s": round(max(recoveries), 2),
+        "failing_s": round(max(failing), 2),
         "wrong_text": len(wrong),
         "ends": {str(end): count for end, count in sorted(ends.items())},
         "details": dict(Counter(o.detail[:160] for o in outcomes if o.detail).most_common(6)),
@@ -178,8 +184,12 @@ def _limit(calm: Spell, kind: Kind) -> float:
     return round(max(p99 * LATE_FACTOR, p99 + LATE_EXTRA_S), 3)
 
 
+def _failed(outcome: Outcome) -> bool:
+    return outcome.end not in (End.ANSWERED, End.LEFT)
+
+
 def _is_bad(outcome: Outcome, limits: dict[str, float]) -> bool:
-    if outcome.end not in (End.ANSWERED, End.LEFT):
+    if _failed(outcome):
         return True
     waited = outcome.first_s if outcome.first_s is not None else outcome.took_s
     return waited > limits.get(outcome.kind.name, LATE_EXTRA_S)
