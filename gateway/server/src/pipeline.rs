@@ -1,7 +1,7 @@
 //! The story of a request, top to bottom.
 
 use std::sync::Arc;
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use gateway_core::constraint::{Constraint, OutputRules};
 use gateway_core::conversation::{
@@ -68,7 +68,9 @@ pub async fn prepare(
 
     // what each picture and clip will become, from its header alone
     let rendering = begin.elapsed();
+    let begin = Instant::now();
     let planned = app.media.plan(media, &*app.model.spec, &app.admission).await?;
+    let planning = if planned.is_empty() { Duration::ZERO } else { begin.elapsed() };
 
     // the whole prompt, and whether it fits
     let begin = Instant::now();
@@ -90,7 +92,7 @@ pub async fn prepare(
         demand,
     };
     let header = header(app, prompt, &planned, wishes);
-    Ok(Job { header, route: Route::default(), media: planned, grammar, echo: None })
+    Ok(Job { header, route: Route::default(), media: planned, grammar, echo: None, planning })
 }
 
 /// The job with all that is needed to choose a worker for it.
@@ -176,7 +178,8 @@ pub async fn completion(
         let mut header = header(app, prompt, &[], wishes);
         header.tenant.clone_from(&visit.tenant);
         let (route, grammar) = (Route::default(), Grammar::PlainText);
-        let job = Job { header, route, media: Vec::new(), grammar, echo };
+        let planning = Duration::ZERO;
+        let job = Job { header, route, media: Vec::new(), grammar, echo, planning };
         jobs.push(routed(app, job, &visit).await?);
     }
     Ok(Reply::new(app, jobs, visit, permit))

@@ -1,6 +1,7 @@
 //! A reply in the making: one call to a worker a sample, its tokens read as they come.
 
 use std::sync::Arc;
+use std::time::Duration;
 
 use futures::FutureExt;
 use futures::stream::{self, BoxStream, SelectAll, StreamExt};
@@ -77,6 +78,26 @@ pub struct Job {
     pub grammar: Grammar,
     /// Text to be repeated before the reply.
     pub echo: Option<String>,
+    /// How long it took to fetch and plan the media.
+    pub planning: Duration,
+}
+
+/// Where the time until the first token went.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Timing {
+    /// In the worker's queue.
+    pub queue: Duration,
+    /// Fetching and planning pictures and clips.
+    pub media: Duration,
+    /// From the request's arrival to its first token, or until now if there is none.
+    pub first_token: Duration,
+}
+
+impl Timing {
+    /// The rest: the prompt's text, its transfer, and what the worker computed.
+    pub fn prefill(&self) -> Duration {
+        self.first_token.saturating_sub(self.queue + self.media)
+    }
 }
 
 /// What is new in one sample.
@@ -88,6 +109,8 @@ pub struct ReplyStep {
     pub deltas: Vec<Delta>,
     /// Of the answer tokens shown.
     pub logprobs: Vec<TokenLogprob>,
+    /// Time in the worker's queue, in the first step of the sample.
+    pub queue: Option<Duration>,
     /// Present in the last step of the sample.
     pub end: Option<SampleEnd>,
 }
@@ -122,6 +145,7 @@ pub struct Reply {
     app: Arc<App>,
     steps: SelectAll<BoxStream<'static, Result<ReplyStep, GatewayError>>>,
     clock: Clock,
+    timing: Timing,
     usage: Usage,
     num_samples: u32,
     visit: Arc<Visit>,
@@ -139,6 +163,7 @@ impl Reply {
     pub fn new(app: &Arc<App>, jobs: Vec<Job>, visit: Visit, permit: Permit) -> Self {
         let visit = Arc::new(visit);
         let mut usage = Usage::default();
+        let media = jobs.iter().map(|job| job.planning).sum();
         let mut steps = SelectAll::new();
         let mut choice = 0;
         for job in jobs {
@@ -159,6 +184,7 @@ impl Reply {
             app: Arc::clone(app),
             steps,
             clock: Clock { first: None, is_over: false },
+            timing: Timing { media, ..Timing::default() },
             usage,
             num_samples: choice,
             visit,
@@ -174,6 +200,12 @@ impl Reply {
     /// The reply's id.
     pub fn id(&self) -> &str {
         &self.visit.reply_id
+    }
+
+    /// Where the time went so far.
+    pub fn timing(&self) -> Timing {
+        let first = self.clock.first.unwrap_or_else(Instant::now);
+        Timing { first_token: first - self.visit.arrived, ..self.timing }
     }
 
     /// The next step of any sample; `None` after the last step of the last sample.
@@ -219,6 +251,7 @@ impl Reply {
     }
 
     fn account(&mut self, step: &ReplyStep) {
+        self.timing.queue = self.timing.queue.max(step.queue.unwrap_or_default());
         if self.clock.first.is_none() && (!step.deltas.is_empty() || step.end.is_some()) {
             let now = Instant::now();
             self.clock.first = Some(now);

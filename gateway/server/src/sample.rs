@@ -1,6 +1,7 @@
 //! One sample: one call to one worker, and, before its first token, at most one more elsewhere.
 
 use std::sync::Arc;
+use std::time::Duration;
 
 use gateway_core::openai::{Delta, FinishReason};
 use gateway_core::output::ReplyFolder;
@@ -32,6 +33,8 @@ pub struct Sample {
     preferred: Option<WorkerId>,
     may_retry: bool,
     cached_tokens: u64,
+    /// Time in the worker's queue, until it is told.
+    queue: Option<Duration>,
     is_over: bool,
 }
 
@@ -59,6 +62,7 @@ impl Sample {
             preferred: None,
             may_retry: true,
             cached_tokens: 0,
+            queue: None,
             is_over: false,
             job: Some(job),
         }
@@ -88,7 +92,8 @@ impl Sample {
         }
         loop {
             match self.next_event().await? {
-                WorkerEvent::Started { cached_tokens } => {
+                WorkerEvent::Started { queue, cached_tokens } => {
+                    self.queue = Some(queue);
                     self.cached_tokens = u64::from(cached_tokens);
                     self.announce();
                 }
@@ -193,9 +198,15 @@ impl Sample {
         self.reply_step(Vec::new(), step, Some(end))
     }
 
-    fn reply_step(&self, mut deltas: Vec<Delta>, step: Step, end: Option<SampleEnd>) -> ReplyStep {
+    fn reply_step(
+        &mut self,
+        mut deltas: Vec<Delta>,
+        step: Step,
+        end: Option<SampleEnd>,
+    ) -> ReplyStep {
         deltas.extend(step.deltas);
-        ReplyStep { choice: self.choice, deltas, logprobs: step.logprobs, end }
+        let queue = self.queue.take();
+        ReplyStep { choice: self.choice, deltas, logprobs: step.logprobs, queue, end }
     }
 }
 

@@ -236,3 +236,17 @@ async fn text_that_waits_goes_out_in_time_and_before_a_failure() {
     assert_eq!(contents(&all[..all.len() - 1]), ["Hello", "x", "y"]);
     assert!(all.last().unwrap().contains("\"error\""), "{text}");
 }
+
+#[tokio::test]
+async fn every_reply_says_where_its_time_went() {
+    let worker = worker();
+    worker.set_acts(saying("ok"));
+    let gateway = Gateway::start(&[&worker], &[]).await;
+    for body in [json!({}), json!({"stream": true})] {
+        let reply = gateway.chat(body).await;
+        let timing = reply.headers["server-timing"].to_str().unwrap();
+        // the scripted worker says that it queued for a millisecond
+        assert!(timing.starts_with("queue;dur=1.0, media;dur=0.0, prefill;dur="), "{timing}");
+        assert!(timing.contains(", first_token;dur="), "{timing}");
+    }
+}

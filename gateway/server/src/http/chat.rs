@@ -12,7 +12,7 @@ use gateway_core::openai::{
 use gateway_core::output::MessageFolder;
 
 use super::sse::{self, Frames, Wording};
-use super::{LONG_BODY_BYTES, json_response, receive, refuse};
+use super::{LONG_BODY_BYTES, json_response, receive, refuse, timed};
 use crate::app::{App, unix_now};
 use crate::error::GatewayError;
 use crate::pipeline::{self, run_text};
@@ -29,19 +29,20 @@ async fn respond(app: &Arc<App>, request: Request) -> Result<Response, GatewayEr
     let conversation = run_text(app, is_long, |app| check_chat(body, &app.limits)).await?;
     let has_logprobs = conversation.generation.logprobs.wanted;
     let wish = conversation.stream;
-    let reply = pipeline::chat(app, conversation, visit).await?;
+    let mut reply = pipeline::chat(app, conversation, visit).await?;
     if wish.stream {
         let words = ChunkWording::new(app, &reply, wish, has_logprobs);
         let pace = app.config.pace.filter(|_| wish.coalesce);
         return sse::respond(app, reply, words, pace).await;
     }
-    Ok(json_response(&whole(app, reply, has_logprobs).await?))
+    let whole = whole(app, &mut reply, has_logprobs).await?;
+    Ok(timed(json_response(&whole), reply.timing()))
 }
 
 /// The whole reply is the stream, folded.
 async fn whole(
     app: &App,
-    mut reply: Reply,
+    reply: &mut Reply,
     has_logprobs: bool,
 ) -> Result<ChatCompletion, GatewayError> {
     let mut samples: Vec<WholeSample> = Vec::new();

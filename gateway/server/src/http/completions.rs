@@ -10,7 +10,7 @@ use gateway_core::openai::{
 };
 
 use super::sse::{self, Frames, Wording};
-use super::{LONG_BODY_BYTES, MAX_TEXT_BYTES, json_response, receive, refuse};
+use super::{LONG_BODY_BYTES, MAX_TEXT_BYTES, json_response, receive, refuse, timed};
 use crate::app::{App, unix_now};
 use crate::error::GatewayError;
 use crate::pipeline::{self, run_text};
@@ -27,16 +27,17 @@ async fn respond(app: &Arc<App>, request: Request) -> Result<Response, GatewayEr
     let is_long = visit.body_bytes() > LONG_BODY_BYTES;
     let task = run_text(app, is_long, |app| check_completion(body, &app.limits)).await?;
     let (wish, has_logprobs) = (task.stream, task.generation.logprobs.wanted);
-    let reply = pipeline::completion(app, task, visit).await?;
+    let mut reply = pipeline::completion(app, task, visit).await?;
     let words = TextWording::new(app, &reply, wish, has_logprobs);
     if wish.stream {
         // benchmarks measure tokens here
         return sse::respond(app, reply, words, None).await;
     }
-    Ok(json_response(&whole(words, reply).await?))
+    let whole = whole(words, &mut reply).await?;
+    Ok(timed(json_response(&whole), reply.timing()))
 }
 
-async fn whole(mut words: TextWording, mut reply: Reply) -> Result<Completion, GatewayError> {
+async fn whole(mut words: TextWording, reply: &mut Reply) -> Result<Completion, GatewayError> {
     let mut texts = vec![String::new(); reply.num_samples() as usize];
     let mut logprobs = vec![CompletionLogprobs::default(); texts.len()];
     let mut reasons: Vec<Option<FinishReason>> = vec![None; texts.len()];

@@ -11,7 +11,7 @@ use gateway_core::anthropic::{
 };
 
 use super::sse::{self, Frames, Wording};
-use super::{LONG_BODY_BYTES, RequestIds, json_response, receive, refuse_with};
+use super::{LONG_BODY_BYTES, RequestIds, json_response, receive, refuse_with, timed};
 use crate::app::App;
 use crate::error::{ErrorKind, GatewayError};
 use crate::pipeline::{self, run_text, tokenize_chat};
@@ -35,7 +35,7 @@ async fn respond(app: &Arc<App>, request: Request, id: &str) -> Result<Response,
     let MessagesTask { conversation, hides_thinking } = task;
     let is_stream = conversation.stream.stream;
     let asked = conversation.generation.max_tokens;
-    let reply = pipeline::chat(app, conversation, visit).await?;
+    let mut reply = pipeline::chat(app, conversation, visit).await?;
     let words = EventWording {
         request_id: id.to_owned(),
         model: app.config.served_model_name.clone(),
@@ -46,18 +46,19 @@ async fn respond(app: &Arc<App>, request: Request, id: &str) -> Result<Response,
     if is_stream {
         return sse::respond(app, reply, words, app.config.pace).await;
     }
-    Ok(json_response(&whole(reply, words).await?))
+    let whole = whole(&mut reply, words).await?;
+    Ok(timed(json_response(&whole), reply.timing()))
 }
 
 /// The whole message is the stream, folded.
-async fn whole(mut reply: Reply, mut words: EventWording) -> Result<Message, GatewayError> {
+async fn whole(reply: &mut Reply, mut words: EventWording) -> Result<Message, GatewayError> {
     let mut folder = MessageFolder::default();
     while let Some(step) = reply.next().await? {
         words.read(step).into_iter().for_each(|event| folder.add(event));
     }
     words.close().into_iter().for_each(|event| folder.add(event));
-    let end = words.message_end(&reply).ok_or_else(|| GatewayError::internal("no end"))?;
-    let mut message = words.opening(&reply);
+    let end = words.message_end(reply).ok_or_else(|| GatewayError::internal("no end"))?;
+    let mut message = words.opening(reply);
     message.content = folder.finish();
     message.stop_reason = Some(end.stop_reason);
     message.stop_sequence = end.stop_sequence;

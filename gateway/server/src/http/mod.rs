@@ -29,7 +29,7 @@ pub use serve::{serve, serve_admin};
 use crate::app::App;
 use crate::error::{ErrorKind, GatewayError};
 use crate::pipeline::run_text;
-use crate::reply::Visit;
+use crate::reply::{Timing, Visit};
 
 /// Largest body of requests that hold no media.
 const MAX_TEXT_BYTES: u64 = 16 << 20;
@@ -150,6 +150,23 @@ fn record(app: &App, error: &GatewayError) {
         }
         _ => tracing::debug!(kind, param = error.param.as_deref(), detail, "request refused"),
     }
+}
+
+/// The response with a word on where its time went.
+/// Source: W3C Server Timing; durations are milliseconds.
+fn timed(mut response: Response, timing: Timing) -> Response {
+    let ms = |duration: std::time::Duration| duration.as_secs_f64() * 1e3;
+    let parts = format!(
+        "queue;dur={:.1}, media;dur={:.1}, prefill;dur={:.1}, first_token;dur={:.1}",
+        ms(timing.queue),
+        ms(timing.media),
+        ms(timing.prefill()),
+        ms(timing.first_token),
+    );
+    if let Ok(value) = HeaderValue::try_from(parts) {
+        response.headers_mut().insert("server-timing", value);
+    }
+    response
 }
 
 fn json_response(value: &impl serde::Serialize) -> Response {

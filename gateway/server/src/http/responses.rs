@@ -9,7 +9,7 @@ use gateway_core::responses::{Ending, ResponseFolder, ResponsesTask, check_respo
 use serde_json::Value;
 
 use super::sse::{self, Frames, Wording};
-use super::{LONG_BODY_BYTES, json_response, receive, refuse};
+use super::{LONG_BODY_BYTES, json_response, receive, refuse, timed};
 use crate::app::{App, unix_now};
 use crate::error::GatewayError;
 use crate::pipeline::{self, run_text};
@@ -29,7 +29,7 @@ async fn respond(app: &Arc<App>, request: Request) -> Result<Response, GatewayEr
     let task = run_text(app, is_long, |app| check_responses(body, &app.limits)).await?;
     let ResponsesTask { conversation, echo } = task;
     let is_stream = conversation.stream.stream;
-    let reply = pipeline::chat(app, conversation, visit).await?;
+    let mut reply = pipeline::chat(app, conversation, visit).await?;
     let id = reply.id().replacen('-', "_", 1);
     let created_at = unix_now().try_into().unwrap_or(0);
     let model = &app.config.served_model_name;
@@ -38,15 +38,16 @@ async fn respond(app: &Arc<App>, request: Request) -> Result<Response, GatewayEr
     if is_stream {
         return sse::respond(app, reply, words, app.config.pace).await;
     }
-    Ok(json_response(&whole(reply, words).await?))
+    let whole = whole(&mut reply, words).await?;
+    Ok(timed(json_response(&whole), reply.timing()))
 }
 
 /// The whole response is what the stream's last event holds.
-async fn whole(mut reply: Reply, mut words: ItemWording) -> Result<Value, GatewayError> {
+async fn whole(reply: &mut Reply, mut words: ItemWording) -> Result<Value, GatewayError> {
     while let Some(step) = reply.next().await? {
         words.read(step);
     }
-    let last = words.close(&reply)?.pop();
+    let last = words.close(reply)?.pop();
     last.and_then(|mut event| event.get_mut("response").map(Value::take))
         .ok_or_else(|| GatewayError::internal("a response has no end"))
 }

@@ -14,7 +14,7 @@ use gateway_core::pace::{Pace, Pacer};
 use serde::Serialize;
 use tokio::time::Instant;
 
-use super::{observe, record};
+use super::{observe, record, timed};
 use crate::app::App;
 use crate::error::GatewayError;
 use crate::reply::{Reply, ReplyStep};
@@ -97,6 +97,7 @@ pub(super) async fn respond<W: Wording>(
         // nothing yet, but nothing wrong: the status can wait no longer than proxies do
         Err(_) => None,
     };
+    let timing = reply.timing();
     let pace = Paced::new(pace, reply.num_samples());
     let writer = Writer {
         app: Arc::clone(app),
@@ -121,7 +122,7 @@ pub(super) async fn respond<W: Wording>(
     for (name, value) in set {
         headers.insert(name, HeaderValue::from_static(value));
     }
-    Ok(response)
+    Ok(timed(response, timing))
 }
 
 /// The text of every sample, held to a pace; without one all goes out as it comes.
@@ -163,7 +164,8 @@ impl Paced {
         let samples = (0..).zip(&mut self.samples).filter(|(_, pacer)| is_due(pacer));
         let steps = samples.map(|(choice, pacer)| {
             let released = pacer.release();
-            ReplyStep { choice, deltas: released.deltas, logprobs: released.logprobs, end: None }
+            let (deltas, logprobs) = (released.deltas, released.logprobs);
+            ReplyStep { choice, deltas, logprobs, queue: None, end: None }
         });
         steps.collect()
     }

@@ -80,6 +80,8 @@ pub struct WorkerView {
 pub enum WorkerEvent {
     /// The request has left the queue.
     Started {
+        /// Time in the worker's queue.
+        queue: std::time::Duration,
         /// Prompt tokens whose cache was found ready.
         cached_tokens: u32,
     },

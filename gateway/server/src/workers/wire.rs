@@ -1,5 +1,7 @@
 //! Core types to and from the generated protocol types; nothing else knows the latter.
 
+use std::time::Duration;
+
 use bytes::Bytes;
 use gateway_core::constraint::{Constraint, ConstraintSpec};
 use gateway_core::conversation::{Generation, Standing};
@@ -183,7 +185,8 @@ pub(super) fn reply(response: proto::GenerateResponse) -> Result<Reply, GatewayE
     let event = match response.body {
         Some(Body::Needs(needs)) => return Ok(Reply::Needs(needs.item_indices)),
         Some(Body::Started(started)) => {
-            WorkerEvent::Started { cached_tokens: started.cached_tokens }
+            let queue = Duration::from_millis(started.queue_ms.into());
+            WorkerEvent::Started { queue, cached_tokens: started.cached_tokens }
         }
         Some(Body::Tokens(tokens)) => {
             if !tokens.logprobs.is_empty() && tokens.logprobs.len() != tokens.token_ids.len() {
