@@ -15,6 +15,7 @@ import sys
 import tempfile
 import time
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -156,14 +157,8 @@ def _row(
     outcomes = [outcome for spell in spells for outcome in spell.outcomes]
     ends = Counter(outcome.end for outcome in outcomes)
     wrong = [o for o in outcomes if not agrees(o, truth)]
-    recoveries = [
-        max((o.started_s - spell.from_s for o in spell.outcomes if _is_bad(o, limits)), default=0.0)
-        for spell in spells
-    ]
-    failing = [
-        max((o.started_s - spell.from_s for o in spell.outcomes if _failed(o)), default=0.0)
-        for spell in spells
-    ]
+    recoveries = [_last_s(spell, lambda outcome: _is_bad(outcome, limits)) for spell in spells]
+    failing = [_last_s(spell, _failed) for spell in spells]
     return {
         "fault": name,
         "times": len(spells),
@@ -182,6 +177,21 @@ def _limit(calm: Spell, kind: Kind) -> float:
     waits = sorted(o.first_s for o in calm.outcomes if o.kind is kind and o.first_s is not None)
     p99 = waits[min(len(waits) - 1, int(len(waits) * 0.99))] if waits else 1.0
     return round(max(p99 * LATE_FACTOR, p99 + LATE_EXTRA_S), 3)
+
+
+def _last_s(spell: Spell, is_meant: Callable[[Outcome], bool]) -> float:
+    """From the fault's begin to the last such request's, 0 if there is none.
+
+    One that is still under way when the next fault comes is that one's to explain.
+    """
+    return max(
+        (
+            outcome.started_s - spell.from_s
+            for outcome in spell.outcomes
+            if is_meant(outcome) and outcome.started_s + outcome.took_s < spell.to_s
+        ),
+        default=0.0,
+    )
 
 
 def _failed(outcome: Outcome) -> bool:
