@@ -118,6 +118,13 @@ class WorkerMetrics:
             registry=reg,
         )
 
+        self._constraint = Histogram(
+            "m3stack_worker_constraint_seconds",
+            "Time that requests with an output constraint waited for it to be compiled.",
+            buckets=_QUEUE_BUCKETS_S,
+            registry=reg,
+        )
+
     def _define_steps(self) -> None:
         reg = self.registry
         steps = Histogram(
@@ -251,6 +258,9 @@ class WorkerMetrics:
     def media_encoded(self, count: int) -> None:
         if count:
             self._encoded.inc(count)
+
+    def constraint_waited(self, seconds: float) -> None:
+        self._constraint.observe(seconds)
 
     def media_named(self, *, num_held: int) -> None:
         self._held.inc(num_held)

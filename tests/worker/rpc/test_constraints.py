@@ -56,6 +56,8 @@ def test_the_worker_keeps_constraints_beside_free_requests() -> None:
                 text = "".join(CHARACTER[token] for token in tokens)
                 assert re.fullmatch("[a-d]{3}[0-9]", text), text
             assert beside == alone
+            waited = "m3stack_worker_constraint_seconds_count"
+            assert subject.metrics.registry.get_sample_value(waited) == len(asks)
 
     run(scenario)
 

@@ -172,9 +172,11 @@ class WorkerService(pb_grpc.WorkerServiceServicer):
             raise WorkerError(
                 ErrorKind.OVERLOADED, f"{queued} requests are waiting, the limit is {most}"
             )
-        if request.constraint is not None:
-            await compile_constraint(target.grammars, request.constraint)
         loop = asyncio.get_running_loop()
+        if request.constraint is not None:
+            asked_at = loop.time()
+            await compile_constraint(target.grammars, request.constraint)
+            parts.metrics.constraint_waited(loop.time() - asked_at)
         began_at = loop.time()
         session = parts.sessions.open()
         reservation: Reservation | None = None
