@@ -10,7 +10,7 @@ import torch
 
 pytest.importorskip("triton")
 
-from m3stack.kernels import select
+from m3stack.kernels import select, self_check
 from m3stack.kernels.attention import with_flashinfer, with_torch
 from m3stack.kernels.build import CompilerMissingError, KernelUnavailableError, find_compiler
 from m3stack.kernels.interface import LayerPages, PagedRows
@@ -112,7 +112,9 @@ def test_the_reference_passes_every_check_and_a_wrong_operation_none(operation):
 
 
 @pytest.mark.parametrize("operation", sorted(triton_operations(CPU)))
-def test_triton_operations_pass_their_checks(operation):
+def test_triton_operations_pass_their_checks(operation, monkeypatch):
+    # the interpreter is slow; other numbers of tokens are the tests' of the experts themselves
+    monkeypatch.setattr(self_check, "EXPERT_TOKENS", (1, 5))
     run = triton_operations(CPU)[operation]
     check_operation(operation, run, reference_kernels(), SMALL, CPU)
 
