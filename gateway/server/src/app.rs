@@ -13,6 +13,7 @@ use crate::admission::Admission;
 use crate::blocking::BlockingPool;
 use crate::config::GatewayConfig;
 use crate::discovery::Discovery;
+use crate::keys::KeyRing;
 use crate::media::MediaLoader;
 use crate::telemetry::Metrics;
 use crate::telemetry::traces::Tracer;
@@ -81,6 +82,8 @@ pub struct App {
     pub discovery: Discovery,
     /// What clients are shown; `None` serves plain HTTP.
     pub tls: Option<ServerTls>,
+    /// Who may ask; `None` lets everyone.
+    pub keys: Option<Arc<KeyRing>>,
     /// The door.
     pub admission: Admission,
     /// Threads for long texts.
@@ -131,6 +134,8 @@ impl App {
         let tls = tls.map_err(|message| file("tls_dir", message))?;
         let worker_tls = config.worker_tls_dir.as_deref().map(worker_tls).transpose();
         let worker_tls = worker_tls.map_err(|message| file("worker_tls_dir", message))?;
+        let keys = config.api_keys.as_deref().map(KeyRing::open).transpose();
+        let keys = keys.map_err(|message| file("api_keys", message))?;
         let limits_by_tenant = config.tenant_limits.as_deref().map(LimitTable::read).transpose();
         let limits_by_tenant =
             limits_by_tenant.map_err(|message| file("tenant_limits", message))?;
@@ -149,6 +154,7 @@ impl App {
             discovery: Discovery::start(&config.workers, &workers).map_err(StartError::Workers)?,
             workers,
             tls,
+            keys,
             admission: Admission::new(
                 config.max_concurrent_requests,
                 config.max_buffered_bytes,

@@ -15,6 +15,10 @@ pub enum ErrorKind {
     TooLarge,
     /// The media type is not one we read.
     UnsupportedMedia,
+    /// No API key, or one that is nobody's.
+    Unauthorized,
+    /// The key does not allow this.
+    Forbidden,
     /// The model name is unknown.
     ModelNotFound,
     /// No such route.
@@ -58,12 +62,14 @@ pub struct ErrorRow {
 
 impl ErrorKind {
     /// All kinds, in the order of the metric's labels.
-    pub const ALL: [Self; 18] = [
+    pub const ALL: [Self; 20] = [
         Self::InvalidRequest,
         Self::ContextTooLong,
         Self::MediaRejected,
         Self::TooLarge,
         Self::UnsupportedMedia,
+        Self::Unauthorized,
+        Self::Forbidden,
         Self::ModelNotFound,
         Self::NotFound,
         Self::MethodNotAllowed,
@@ -89,6 +95,8 @@ impl ErrorKind {
             Self::MediaRejected => (400, INVALID, "media_rejected", "media_rejected"),
             Self::TooLarge => (413, INVALID, "too_large", "too_large"),
             Self::UnsupportedMedia => (415, INVALID, "unsupported_media", "unsupported_media"),
+            Self::Unauthorized => (401, INVALID, "invalid_api_key", "unauthorized"),
+            Self::Forbidden => (403, INVALID, "forbidden", "forbidden"),
             Self::ModelNotFound => (404, "not_found_error", "model_not_found", "model_not_found"),
             Self::NotFound => (404, "not_found_error", "route_not_found", "not_found"),
             Self::MethodNotAllowed => (405, INVALID, "method_not_allowed", "method_not_allowed"),

@@ -2,7 +2,7 @@
 //!
 //! Read `pipeline` first: it tells a request's story. One way only:
 //! `http` → `pipeline` → `reply` → `sample` → { `media`, `workers`, `reader` } → core;
-//! `discovery` keeps the list of `workers`; `admission`, `tenants`, `tls`, `blocking`, `config`, `error` and `telemetry` are leaves.
+//! `discovery` keeps the list of `workers`; `admission`, `tenants`, `keys`, `tls`, `blocking`, `config`, `error` and `telemetry` are leaves.
 
 pub mod admission;
 pub mod app;
@@ -11,6 +11,7 @@ pub mod config;
 pub mod discovery;
 pub mod error;
 pub mod http;
+pub mod keys;
 pub mod media;
 mod pipeline;
 pub mod prepare;

@@ -112,6 +112,8 @@ const fn form(kind: ErrorKind) -> (u16, &'static str) {
         ErrorKind::MethodNotAllowed | ErrorKind::RequestTimeout | ErrorKind::Cancelled => {
             (kind.row().status, "invalid_request_error")
         }
+        ErrorKind::Unauthorized => (401, "authentication_error"),
+        ErrorKind::Forbidden => (403, "permission_error"),
         ErrorKind::TooLarge => (413, "request_too_large"),
         ErrorKind::ModelNotFound | ErrorKind::NotFound => (404, "not_found_error"),
         ErrorKind::Overloaded | ErrorKind::WorkerUnavailable | ErrorKind::Draining => {

@@ -1,12 +1,15 @@
 //! Routes, and what all of them share: who asks, how bodies are read, how errors are shown.
 
 mod admin;
+mod auth;
 mod body;
 mod chat;
 mod completions;
 mod messages;
 mod observe;
 mod ops;
+mod pages;
+mod rates;
 mod responses;
 mod serve;
 mod sse;
@@ -44,7 +47,7 @@ pub fn router(app: &Arc<App>) -> Router {
         Some(_) => router,
         None => router.route("/metrics", get(ops::metrics)),
     };
-    router
+    pages::add_to(router)
         .route("/v1/chat/completions", post(chat::completions))
         .route("/v1/completions", post(completions::completions))
         .route("/v1/messages", post(messages::create))

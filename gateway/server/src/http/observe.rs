@@ -17,7 +17,8 @@ use tokio::time::Instant;
 use tower::ServiceExt;
 use tracing::Instrument;
 
-use super::refuse;
+use super::auth::{self, Door};
+use super::{Tenant, rates, refuse};
 use crate::app::App;
 use crate::error::{ErrorKind, GatewayError};
 use crate::telemetry::RouteLabel;
@@ -53,7 +54,12 @@ pub(super) fn fresh_id() -> String {
 }
 
 /// Answers one request, whatever happens in its handler.
-pub(super) async fn answer(app: Arc<App>, router: Router, mut request: Request) -> Response {
+pub(super) async fn answer(
+    app: Arc<App>,
+    door: Door,
+    router: Router,
+    mut request: Request,
+) -> Response {
     let trace_id = request
         .headers()
         .get(REQUEST_ID)
@@ -76,7 +82,20 @@ pub(super) async fn answer(app: Arc<App>, router: Router, mut request: Request) 
     let header = HeaderValue::try_from(&trace_id).ok();
     request.extensions_mut().insert(RequestIds { trace_id, trace });
 
-    let handling = AssertUnwindSafe(router.oneshot(request)).catch_unwind();
+    let handling = async {
+        match auth::check(&app, door, &mut request) {
+            Ok(()) => {
+                let Tenant(tenant) = request.extensions().get().cloned().unwrap_or_default();
+                let response = router.oneshot(request).await;
+                response.map(|mut response| {
+                    rates::show(&app, &tenant, &mut response);
+                    response
+                })
+            }
+            Err(refusal) => Ok(refusal),
+        }
+    };
+    let handling = AssertUnwindSafe(handling).catch_unwind();
     let outcome = handling.instrument(observation.span.clone()).await;
     let mut response = match outcome {
         Ok(Ok(response)) => response,

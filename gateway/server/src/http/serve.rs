@@ -13,6 +13,7 @@ use tokio::net::{TcpListener, TcpStream};
 use tokio::task::JoinSet;
 use tokio_util::sync::CancellationToken;
 
+use super::auth::Door;
 use super::{admin, observe, router};
 use crate::app::App;
 
@@ -36,7 +37,7 @@ pub async fn serve_admin(app: Arc<App>, listener: TcpListener, gone: Cancellatio
             accepted = listener.accept() => match accepted {
                 Ok((stream, _)) => {
                     let (app, router, gone) = (Arc::clone(&app), router.clone(), gone.clone());
-                    connections.spawn(speak(app, router, stream, gone));
+                    connections.spawn(speak(app, Door::Operators, router, stream, gone));
                 }
                 Err(_) => tokio::time::sleep(ACCEPT_PAUSE).await,
             },
@@ -98,16 +99,18 @@ async fn connection(app: Arc<App>, router: Router, stream: TcpStream, stop: Canc
         tracing::debug!(%error, "a connection died at once");
         return;
     }
-    let Some(tls) = &app.tls else { return speak(app, router, stream, stop).await };
+    let Some(tls) = &app.tls else {
+        return speak(app, Door::Clients, router, stream, stop).await;
+    };
     let greeting = tls.acceptor().accept(stream);
     match tokio::time::timeout(GREETING_TIMEOUT, greeting).await {
-        Ok(Ok(stream)) => speak(app, router, stream, stop).await,
+        Ok(Ok(stream)) => speak(app, Door::Clients, router, stream, stop).await,
         Ok(Err(error)) => tracing::debug!(%error, "a connection was not greeted by TLS"),
         Err(_) => tracing::debug!("a connection was too slow to greet by TLS"),
     }
 }
 
-async fn speak<S>(app: Arc<App>, router: Router, stream: S, stop: CancellationToken)
+async fn speak<S>(app: Arc<App>, door: Door, router: Router, stream: S, stop: CancellationToken)
 where
     S: AsyncRead + AsyncWrite + Unpin + Send + 'static,
 {
@@ -115,7 +118,7 @@ where
         let (app, router) = (Arc::clone(&app), router.clone());
         async move {
             let request = request.map(Body::new);
-            Ok::<_, std::convert::Infallible>(observe::answer(app, router, request).await)
+            Ok::<_, std::convert::Infallible>(observe::answer(app, door, router, request).await)
         }
     });
     let serving = http1::Builder::new()
