@@ -122,13 +122,13 @@ async fn a_stream_that_fails_ends_in_one_failed_response() {
 }
 
 #[tokio::test]
-async fn what_is_not_kept_or_constrained_is_refused_by_name() {
+async fn what_is_not_kept_or_not_known_is_refused_by_name() {
     let worker = worker();
     let gateway = Gateway::start(&[&worker], &[]).await;
     for (wish, param) in [
         (json!({"previous_response_id": "resp_1"}), "previous_response_id"),
         (json!({"store": true}), "store"),
-        (json!({"text": {"format": {"type": "json_object"}}}), "text.format"),
+        (json!({"text": {"format": {"type": "xml"}}}), "text.format.type"),
     ] {
         let reply = create(&gateway, wish).await;
         assert_eq!((reply.status, &reply.error()["param"]), (400, &json!(param)));
