@@ -157,14 +157,15 @@ class WorkerConfig:
         at_least(0),
     )
     step_overlap: str = _setting(
-        "auto",
-        "on: a step is queued before the last one has ended; off; auto: on a GPU, with one rank",
+        "off",
+        "on: a step is queued before the last one has ended; off; auto: on a GPU, with one rank "
+        "(off by default until it has been compared with off on a GPU)",
         one_of(("auto", "on", "off")),
     )
     decode_graph_bytes: int = _setting(
-        -1,
-        "GPU memory that recorded decode steps (CUDA graphs) may take; 0: none; -1: 2 GiB on a GPU "
-        "with one rank",
+        0,
+        "GPU memory that recorded decode steps (CUDA graphs) may take; -1: 2 GiB on a GPU with one "
+        "rank; 0: none (the default until they have been compared with plain steps on a GPU)",
         at_least(-1),
     )
     max_sequences: int = _setting(64, "requests that run at once", at_least(1))
