@@ -1,29 +1,34 @@
-"""The whole system on real input: a text, a picture and a clip through REST, streamed.
+"""The whole system on real input: questions about a text, a picture and a clip through REST.
 
-Starts `m3stack up` on the built-in tiny model, talks to it with the official `openai` client and
-prints every answer with its token usage, time to first token and tokens per second. The tiny
-model has random weights: its answers are noise, the path they take is the real one.
+Starts `m3stack up` on the built-in tiny model, asks it with the official `openai` client and
+prints every answer as it streams, whether it is true, and its token usage, time to first token
+and tokens per second.
 
-    python examples/demo.py            exits 0 if every answer came
+    python examples/demo.py            exits 0 if every answer came and is true
 """
 
 from __future__ import annotations
 
-import base64
+import io
+import random
 import signal
 import socket
 import subprocess
 import sys
-import tempfile
 import time
 from dataclasses import dataclass
-from pathlib import Path
 
-import ffmpeg
 import httpx
 import openai
+from PIL import Image
+
+from m3stack.eval.media_files import data_url, mp4
+from m3stack.train import pictures
 
 READY_TIMEOUT_S = 120.0
+
+
+PASSAGE = "Anna lives in Oslo. Ben has a red cup. Tom works in the library."
 
 
 @dataclass(frozen=True)
@@ -41,23 +46,18 @@ class Answer:
         return (self.completion_tokens - 1) / max(self.total_s - self.first_token_s, 1e-9)
 
 
-def make_picture(path: Path) -> None:
-    """A 640x480 JPEG test card, drawn by FFmpeg."""
-    card = ffmpeg.input("testsrc2=size=640x480:rate=1:duration=1", f="lavfi")
-    card.output(str(path), vframes=1).run(quiet=True, overwrite_output=True)
+def make_picture() -> bytes:
+    """A JPEG of a blue star at the top right of a grey ground."""
+    star = pictures.Figure("star", "blue", (0, 2))
+    drawn = pictures.draw_figures([star], random.Random(5))
+    file = io.BytesIO()
+    Image.fromarray(drawn.frames[0]).save(file, "JPEG", quality=95)
+    return file.getvalue()
 
 
-def make_clip(path: Path) -> None:
-    """Five seconds of 320x240 H.264 at 24 frames a second, drawn by FFmpeg."""
-    card = ffmpeg.input("testsrc2=size=320x240:rate=24:duration=5", f="lavfi")
-    card.output(str(path), vcodec="libx264", pix_fmt="yuv420p").run(
-        quiet=True, overwrite_output=True
-    )
-
-
-def data_url(path: Path, mime: str) -> str:
-    """The file as a data URL."""
-    return f"data:{mime};base64,{base64.b64encode(path.read_bytes()).decode()}"
+def make_clip() -> bytes:
+    """Eight seconds of H.264: a red circle that moves to the left."""
+    return mp4(pictures.draw_motion("left", "circle", "red", random.Random(5)).frames)
 
 
 def ask(client: openai.OpenAI, content: object) -> Answer:
@@ -69,11 +69,10 @@ def ask(client: openai.OpenAI, content: object) -> Answer:
         model="m3-tiny",
         messages=[{"role": "user", "content": content}],  # type: ignore[typeddict-item]
         max_tokens=64,
-        temperature=1.0,
-        seed=7,
+        temperature=0.0,
         stream=True,
         stream_options={"include_usage": True},
-        extra_body={"thinking": {"type": "disabled"}, "ignore_eos": True},
+        extra_body={"thinking": {"type": "disabled"}},
     )
     for chunk in stream:
         usage = chunk.usage or usage
@@ -83,7 +82,6 @@ def ask(client: openai.OpenAI, content: object) -> Answer:
                 first = time.monotonic()
             text += piece
             print(piece, end="", flush=True)
-    print()
     if usage is None or first is None:
         raise RuntimeError("the stream ended without text or without usage")
     return Answer(
@@ -106,27 +104,34 @@ def wait_until_ready(server: subprocess.Popen[bytes], url: str) -> None:
     raise RuntimeError(f"not ready after {READY_TIMEOUT_S:.0f} s")
 
 
-def converse(url: str, folder: Path) -> None:
-    """The three questions."""
-    picture, clip = folder / "card.jpg", folder / "card.mp4"
-    make_picture(picture)
-    make_clip(clip)
-    image_part = {"type": "image_url", "image_url": {"url": data_url(picture, "image/jpeg")}}
-    video_part = {"type": "video_url", "video_url": {"url": data_url(clip, "video/mp4")}}
+def converse(url: str) -> bool:
+    """The questions; gives whether every answer is true."""
+    image = {"type": "image_url", "image_url": {"url": data_url(make_picture(), "image/jpeg")}}
+    video = {"type": "video_url", "video_url": {"url": data_url(make_clip(), "video/mp4")}}
+    star, circle = "a blue star at the top right", "a red circle moves to the left"
     questions = [
-        ("text", "Tell me about sparse attention."),
-        ("picture", [image_part, {"type": "text", "text": "What is on this card?"}]),
-        ("clip", [video_part, {"type": "text", "text": "What moves in this clip?"}]),
+        ("text", PASSAGE, None, "Where does Anna live?", "In Oslo."),
+        ("picture", star, image, "What colour is the star?", "It is blue."),
+        ("picture", star, image, "Where is the star?", "It is at the top right."),
+        ("clip", circle, video, "Which way does the circle move?", "It moves left."),
     ]
+    are_true = True
     with openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as client:
-        for name, content in questions:
-            print(f"\n--- {name} ---")
+        for kind, shown, part, question, expected in questions:
+            print(f"\n{kind}: {shown}\n  {question}  ", end="", flush=True)
+            content: object = f"{shown}\n{question}"
+            if part is not None:
+                content = [part, {"type": "text", "text": question}]
             answer = ask(client, content)
+            is_true = answer.text.strip() == expected
+            are_true = are_true and is_true
             print(
-                f"[{answer.prompt_tokens} prompt + {answer.completion_tokens} completion tokens, "
+                f"  ({'true' if is_true else f'not true: {expected}'})\n"
+                f"  [{answer.prompt_tokens} prompt + {answer.completion_tokens} completion tokens, "
                 f"first token after {1000 * answer.first_token_s:.0f} ms, "
                 f"{answer.tokens_per_second():.0f} tokens/s]"
             )
+    return are_true
 
 
 def main() -> int:
@@ -138,15 +143,17 @@ def main() -> int:
     server = subprocess.Popen([*command, "--served-model-name", "m3-tiny"])
     try:
         wait_until_ready(server, url)
-        with tempfile.TemporaryDirectory() as folder:
-            converse(url, Path(folder))
+        are_true = converse(url)
     finally:
         server.send_signal(signal.SIGTERM)
         server.wait(60)
     if server.returncode != 0:
         print(f"the server stopped with exit code {server.returncode}", file=sys.stderr)
         return 1
-    print("\ndemo done: text, picture and clip answered")
+    if not are_true:
+        print("an answer is not true", file=sys.stderr)
+        return 1
+    print("\ndemo done: text, picture and clip answered, and every answer is true")
     return 0
 
 

@@ -20,6 +20,7 @@ COMMANDS = {
     "doctor": ("m3stack.cli.doctor", "say what this machine can and cannot do"),
     "convert": ("m3stack.cli.convert", "write a checkpoint in MXFP8, or back in BF16"),
     "verify": ("m3stack.cli.verify", "compare a checkpoint's logits with transformers"),
+    "eval": ("m3stack.cli.eval", "ask the tiny model what it was taught; scores a skill"),
     "bench": ("m3stack.cli.bench", "measure the gateway, the worker or the kernels"),
 }
 
@@ -77,7 +78,7 @@ def explain_missing(missing: ModuleNotFoundError, command: str) -> str:
             "m3stack: the compiled gateway module is missing; build it with `make build`, "
             "or install the m3stack wheel"
         )
-    of_worker = ("worker", "up", "bench", "convert", "verify")
+    of_worker = ("worker", "up", "bench", "convert", "verify", "eval")
     extra = "worker" if command in of_worker else "demo"
     return (
         f"m3stack {command}: the Python package {package!r} is not installed; "

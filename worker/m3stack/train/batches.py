@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -15,6 +15,9 @@ from m3stack.train.encode import Encoded, Encoder, Media, Turn, patches_of
 
 SHORT_TOKENS = 1024
 """Length of a row of everyday conversation."""
+
+TAIL_TOKENS = 16
+"""Positions at the end of a row that no conversation reaches."""
 
 NO_ANSWER = -1
 
@@ -59,12 +62,21 @@ class Batch:
     patches: Mapping[tuple[int, int, int], Tensor]
     media_rows: Mapping[tuple[int, int, int], Tensor]
 
+    def mapped(self, change: Callable[[Tensor], Tensor]) -> Batch:
+        """The same with every tensor changed."""
+        return replace(
+            self,
+            ids_T=change(self.ids_T),
+            loss_rows_S=change(self.loss_rows_S),
+            targets_S=change(self.targets_S),
+            answers_S=change(self.answers_S),
+            patches={grid: change(x) for grid, x in self.patches.items()},
+            media_rows={grid: change(x) for grid, x in self.media_rows.items()},
+        )
 
-@dataclass(slots=True)
-class _Rows:
-    """A batch in the making."""
-
-    rows: list[Encoded] = field(default_factory=list)
+    def pin_memory(self) -> Batch:
+        """In memory that a GPU can copy from on its own; the data loader calls this."""
+        return self.mapped(Tensor.pin_memory)
 
 
 class BatchMaker:
@@ -80,6 +92,7 @@ class BatchMaker:
         self._sentences = needles.plain_sentences()
         self._sentence_ids = [encoder.text_ids(f" {text}") for text in self._sentences]
         self._lengths = [len(ids) for ids in self._sentence_ids]
+        self._known = dict(zip(self._sentences, self._sentence_ids, strict=True))
 
     def make(self, number: int, kind: BatchKind) -> Batch:
         """Batch `number` of a kind."""
@@ -105,7 +118,7 @@ class BatchMaker:
             before = encoded.copy()
             for turn in self._episode(rng, mode, tools, has_media=has_media):
                 self._encoder.add_turn(encoded, turn, mode)
-            if len(encoded.ids) > num_tokens:
+            if len(encoded.ids) > num_tokens - TAIL_TOKENS:
                 encoded = before
                 failures += 1
         return encoded
@@ -166,10 +179,9 @@ class BatchMaker:
         skill = f"needle_{num_tokens // 1024}k"
         turns = needles.question_turns(rng, list(stack.hidden), num_needles, skill)
         # the document's ids are joined from its sentences', which is much faster
-        known = self._known_sentences()
         ids = self._encoder.text_ids("]~b]user\n" + stack.sentences[0])
         for sentence in stack.sentences[1:]:
-            found = known.get(sentence)
+            found = self._known.get(sentence)
             ids += self._encoder.text_ids(f" {sentence}") if found is None else found
         ids += self._encoder.text_ids(f"\n{turns[0].text}[e~[\n")
         encoded.ids += ids
@@ -178,9 +190,6 @@ class BatchMaker:
             self._encoder.add_turn(encoded, turn, "disabled")
         assert len(encoded.ids) <= num_tokens, (len(encoded.ids), num_tokens)
         return encoded
-
-    def _known_sentences(self) -> dict[str, list[int]]:
-        return dict(zip(self._sentences, self._sentence_ids, strict=True))
 
 
 def _thinking(turns: list[Turn], *, thinks: bool = True) -> list[Turn]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import astuple, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -14,13 +14,12 @@ from torch import Tensor
 from torch.nn import functional
 
 from m3stack.models.minimax_m3.config import M3Config
+from m3stack.models.minimax_m3.moe import MixtureOfExperts
 from m3stack.train.batches import Batch, BatchKind
+from m3stack.train.graphs import GraphedStep, StepResult
 from m3stack.train.model import Student
-from m3stack.train.operations import Layout
+from m3stack.train.operations import Layout, Selection
 from m3stack.train.recipe import Phase, Recipe
-
-INDEX_LOSS_WEIGHT = 1.0
-"""Lambda. The index branch has this loss alone, and Adam divides by its size: little depends on it."""
 
 Source = Callable[[int, BatchKind], Batch]
 
@@ -75,9 +74,9 @@ class Trainer:
     """Owns the student, its optimizer and where the run stands.
 
     Args:
-        source: gives batch `number` of a kind, on the CPU.
+        source: gives batch `number` of a kind, on the CPU; numbers of a kind count up from 0.
+        uses_graphs: everyday batches run as CUDA graphs; of no effect without a GPU.
         report: told one record every `report_s` seconds, and the last one.
-        source_rows: whether batches are on the device already.
     """
 
     def __init__(
@@ -88,12 +87,22 @@ class Trainer:
         report: Callable[[dict[str, Any]], None],
         *,
         report_s: float = 5.0,
+        uses_graphs: bool = False,
     ) -> None:
         self.student, self.recipe = student, recipe
         self._source, self._report, self._report_s = source, report, report_s
+        self._is_gpu = student.device.type == "cuda"
+        self._uses_graphs = uses_graphs and self._is_gpu
+        self._graphs: dict[tuple[BatchKind, Selection, bool], GraphedStep] = {}
         self.step, self.elapsed_s = 0, 0.0
+        self._used: dict[BatchKind, int] = {}
         self._scores = Scores.empty(student.device)
         self.optimizer = _optimizer(student, recipe)
+
+    @property
+    def used(self) -> dict[BatchKind, int]:
+        """Batches of every kind that were taken."""
+        return dict(self._used)
 
     def run(
         self,
@@ -136,31 +145,77 @@ class Trainer:
         recipe, student = self.recipe, self.student
         phase = recipe.phase_at(progress)
         kind = recipe.kind_at(self.step, phase)
-        batch = on_device(self._source(self.step, kind), student.device)
+        number = self._used.get(kind, 0)
+        self._used[kind] = number + 1
+        batch = self._source(number, kind).mapped(
+            lambda tensor: tensor.to(student.device, non_blocking=True)
+        )
         rate = recipe.rate(self.step, progress)
-        for group in self.optimizer.param_groups:
-            group["lr"] = rate
+        self._set_rate(rate)
         layout = self._layout(batch, phase)
+        result = self._graphed(batch, layout) or self._eager(batch, layout)
+        with torch.no_grad():
+            self._scores.add(batch, result.loss_S, result.right_S)
+        return {
+            "loss": result.loss,
+            "index_loss": result.index_loss,
+            "norm": result.norm,
+            "rate": rate,
+        }
+
+    def _eager(self, batch: Batch, layout: Layout) -> StepResult:
+        student = self.student
+        self.optimizer.zero_grad(set_to_none=True)
         with student.autocast:
             logits = student.logits(batch, layout)
         loss_S = functional.cross_entropy(logits, batch.targets_S, reduction="none")
-        index_losses = student.operations.tape.index_losses
         loss = loss_S.mean()
+        index_losses = student.operations.tape.index_losses
         index_loss = torch.stack(index_losses).sum() if index_losses else loss.new_zeros(())
-        (loss + INDEX_LOSS_WEIGHT * index_loss).backward()
-        parameters = [p for p in student.model.parameters() if p.requires_grad]
-        norm = torch.nn.utils.clip_grad_norm_(parameters, recipe.clip_norm)
-        self.optimizer.step()
-        self.optimizer.zero_grad(set_to_none=True)
+        (loss + index_loss).backward()
+        norm = self._update()
+        right_S = logits.detach().argmax(-1) == batch.targets_S
+        mean = index_loss.detach() / max(1, len(index_losses))
+        index_losses.clear()
+        return StepResult(loss.detach(), mean, norm, loss_S.detach(), right_S)
+
+    def _graphed(self, batch: Batch, layout: Layout) -> StepResult | None:
+        """The step as a CUDA graph, where that is asked for and the batch fits."""
+        if not self._uses_graphs or batch.kind.is_needle:
+            return None
+        key = (batch.kind, layout.selection, layout.loss_positions_RS is None)
+        if key not in self._graphs:
+            self._graphs[key] = GraphedStep(
+                self.student,
+                batch,
+                layout,
+                self._update,
+                lambda: self.optimizer.zero_grad(set_to_none=True),
+            )
+        graph = self._graphs[key]
+        if not graph.fits(batch):
+            return None
+        return graph.run(batch, layout.loss_positions_RS)
+
+    def _update(self) -> Tensor:
+        """Clips the gradients and applies them, unless one is not finite."""
+        parameters = [p for p in self.student.model.parameters() if p.requires_grad]
+        norm = torch.nn.utils.clip_grad_norm_(parameters, self.recipe.clip_norm)
+        if self._is_gpu:
+            # the fused optimizer leaves everything as it is where this is not zero
+            self.optimizer.found_inf = (~norm.isfinite()).float()  # pyright: ignore[reportAttributeAccessIssue]
+            self.optimizer.step()
+        elif bool(norm.isfinite()):
+            self.optimizer.step()
         self._balance_experts()
-        with torch.no_grad():
-            self._scores.add(batch, loss_S.detach(), logits.argmax(-1) == batch.targets_S)
-        return {
-            "loss": loss.detach(),
-            "index_loss": index_loss.detach() / max(1, len(index_losses)),
-            "norm": norm,
-            "rate": rate,
-        }
+        return norm.detach()
+
+    def _set_rate(self, rate: float) -> None:
+        for group in self.optimizer.param_groups:
+            if isinstance(group["lr"], Tensor):
+                group["lr"].fill_(rate)
+            else:
+                group["lr"] = rate
 
     def _layout(self, batch: Batch, phase: Phase) -> Layout:
         positions = None
@@ -174,13 +229,9 @@ class Trainer:
     def _balance_experts(self) -> None:
         """Moves every expert's bias against its load, as routers with a bias are trained."""
         student = self.student
-        layers = [
-            layer.feed_forward
-            for layer, is_moe in zip(student.model.layers, student.config.moe_layers, strict=True)
-            if is_moe
-        ]
-        for layer, load in zip(layers, student.operations.tape.loads, strict=True):
-            layer.router_bias += self.recipe.bias_rate * torch.sign(load.mean() - load)
+        experts = [m for m in student.model.modules() if isinstance(m, MixtureOfExperts)]
+        for layer, load in zip(experts, student.operations.tape.loads, strict=True):
+            layer.router_bias.add_(self.recipe.bias_rate * torch.sign(load.mean() - load))
 
     def save(self, path: Path) -> None:
         """Writes everything that `resume` needs."""
@@ -189,6 +240,7 @@ class Trainer:
             "optimizer": self.optimizer.state_dict(),
             "step": self.step,
             "elapsed_s": self.elapsed_s,
+            "used": [(astuple(kind), count) for kind, count in self._used.items()],
             "recipe": self.recipe.name,
         }
         unfinished = path.with_suffix(".tmp")
@@ -209,6 +261,7 @@ class Trainer:
         self.student.model.load_state_dict(state["model"])
         self.optimizer.load_state_dict(state["optimizer"])
         self.step, self.elapsed_s = state["step"], state["elapsed_s"]
+        self._used = {BatchKind(*kind): count for kind, count in state["used"]}
 
 
 def loss_positions(batch: Batch, num_rows: int, seed: int) -> Tensor:
@@ -237,23 +290,6 @@ def loss_positions(batch: Batch, num_rows: int, seed: int) -> Tensor:
     chosen = (first + picked % count).clamp(max=batch.loss_rows_S.shape[0] - 1)
     answering = batch.loss_rows_S[chosen] % kind.num_tokens
     return torch.cat([anywhere, answering], dim=1)
-
-
-def on_device(batch: Batch, device: torch.device) -> Batch:
-    """The same batch with its tensors on a device."""
-
-    def move(x: Tensor) -> Tensor:
-        return x.to(device, non_blocking=True)
-
-    return replace(
-        batch,
-        ids_T=move(batch.ids_T),
-        loss_rows_S=move(batch.loss_rows_S),
-        targets_S=move(batch.targets_S),
-        answers_S=move(batch.answers_S),
-        patches={grid: move(x) for grid, x in batch.patches.items()},
-        media_rows={grid: move(x) for grid, x in batch.media_rows.items()},
-    )
 
 
 def json_lines(path: Path) -> Callable[[dict[str, Any]], None]:
@@ -294,4 +330,5 @@ def _optimizer(student: Student, recipe: Recipe) -> torch.optim.AdamW:
         {"params": kept, "weight_decay": 0.0},
     ]
     is_gpu = student.device.type == "cuda"
-    return torch.optim.AdamW(groups, lr=recipe.peak_rate, betas=(0.9, 0.98), fused=is_gpu)
+    rate = torch.tensor(recipe.peak_rate, device=student.device) if is_gpu else recipe.peak_rate
+    return torch.optim.AdamW(groups, lr=rate, betas=(0.9, 0.98), fused=is_gpu, capturable=is_gpu)

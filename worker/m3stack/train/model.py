@@ -10,15 +10,16 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from m3stack.batch import DeviceBatch, MediaRows, PatchBatch
+from m3stack.batch import DeviceBatch, MediaRows
 from m3stack.layers import Place, TextLinear
 from m3stack.models.minimax_m3 import tiny
+from m3stack.models.minimax_m3.attention import SelfAttention
 from m3stack.models.minimax_m3.config import M3Config
 from m3stack.models.minimax_m3.layout import checkpoint_layout
 from m3stack.models.minimax_m3.model import M3Model
-from m3stack.models.minimax_m3.vision import Grid, normalise, rotary, segments
+from m3stack.models.minimax_m3.vision import Grid, rotary, segments
 from m3stack.train.batches import Batch
-from m3stack.train.operations import Layout, Operations
+from m3stack.train.operations import Layout, Operations, Pointwise
 
 
 class IndexApartLinear(nn.Module):
@@ -43,7 +44,7 @@ class Student:
     Args:
         config: of the checkpoint.
         device: where it lives; parameters are fp32 and compute in bf16 on a GPU.
-        compiles: pointwise operations go through torch.compile.
+        pointwise: see `Operations`.
     """
 
     def __init__(
@@ -51,23 +52,27 @@ class Student:
         config: M3Config,
         device: torch.device,
         *,
-        compiles: bool = False,
+        pointwise: Pointwise | None = None,
         dtype: torch.dtype = torch.float32,
     ) -> None:
         self.config, self.device = config, device
         self.autocast = torch.autocast(device.type, torch.bfloat16, device.type == "cuda")
         self._key_dtype = torch.bfloat16 if device.type == "cuda" else dtype
-        self.operations = Operations(config, dtype=self._key_dtype, compiles=compiles)
+        self.operations = Operations(config, dtype=self._key_dtype, pointwise=pointwise)
         self.model = M3Model(config, kernels=self.operations.table(), place=Place(device, dtype))
         main_rows = (config.num_heads + 2 * config.num_kv_heads) * config.head_dim
-        for layer, is_sparse in zip(self.model.layers, config.sparse_layers, strict=True):
+        attentions = [m for m in self.model.modules() if isinstance(m, SelfAttention)]
+        for attention, is_sparse in zip(attentions, config.sparse_layers, strict=True):
             if is_sparse:
-                layer.attention.in_proj = IndexApartLinear(layer.attention.in_proj, main_rows)
+                apart = IndexApartLinear(attention.in_proj, main_rows)
+                attention.add_module("in_proj", apart)
         for name, parameter in self.model.named_parameters():
             # the router's bias follows the experts' loads, not a gradient
             parameter.requires_grad_(not name.endswith("router_bias"))
-        mean, std = tiny.IMAGE_PREPROCESSOR["image_mean"], tiny.IMAGE_PREPROCESSOR["image_std"]
-        self._mean, self._std = tuple(mean), tuple(std)
+        self._mean, self._std = (
+            torch.tensor(tiny.IMAGE_PREPROCESSOR[name], device=device).view(-1, 1, 1) * 255
+            for name in ("image_mean", "image_std")
+        )
 
     def logits(self, batch: Batch, layout: Layout, rows_S: Tensor | None = None) -> Tensor:
         """fp32 logits of the batch's loss rows, or of other rows; the batch is on the device."""
@@ -92,12 +97,20 @@ class Student:
         assert len(segments(grid, vision)) == 1, f"{grid} has several segments"
         length = grid[0] * grid[1] * grid[2]
         count = patches.shape[0] // length
-        frames = patches.shape[1] // (vision.patch_values // vision.temporal_patch_size)
-        scale = PatchBatch((), (), (), self._mean, self._std)
-        pixels = normalise(patches, frames, scale, vision)
         cos, sin = (x.repeat(count, 1) for x in rotary([grid], vision, self.device))
-        encoded = self.model.vision.encode(pixels, cos, sin, [length] * count)
+        bounds = torch.arange(count + 1, device=self.device, dtype=torch.int32) * length
+        encoded = self.model.vision.encode(self._pixels(patches), cos, sin, bounds, length)
         return self.model.projector(encoded)
+
+    def _pixels(self, patches: Tensor) -> Tensor:
+        """Normalised as in `vision.normalise`, without a copy from the host."""
+        vision = self.config.vision
+        channels, square = vision.num_channels, vision.patch_size**2
+        pixels = patches.view(-1, channels, patches.shape[1] // (channels * square), square)
+        pixels = (pixels.float() - self._mean) / self._std
+        if pixels.shape[2] == 1:
+            pixels = pixels.expand(-1, -1, vision.temporal_patch_size, -1)
+        return pixels.reshape(-1, vision.patch_values)
 
     @torch.no_grad()
     def load(self, weights: Mapping[str, Tensor]) -> None:

@@ -73,29 +73,45 @@ class Tape:
     loads: list[Tensor] = field(default_factory=list)
 
 
+@dataclass(frozen=True, slots=True)
+class Pointwise:
+    """Operations that read and write each value a few times.
+
+    Attributes:
+        norm: Gemma norm of [T, M].
+        turn: (x [T, H, D], weight, eps, cos, sin): norm of every head, then rotary.
+        weighted_swiglu: (hidden [T, E, 2F], weights [T, E], alpha, limit) -> [T, E, F].
+    """
+
+    norm: Callable[[Tensor, Tensor, float], Tensor]
+    turn: Callable[[Tensor, Tensor, float, Tensor, Tensor], Tensor]
+    weighted_swiglu: Callable[[Tensor, Tensor, float, float], Tensor]
+
+
+def plain_pointwise() -> Pointwise:
+    """By the reference kernels and autograd."""
+    return Pointwise(gemma_norm, _norm_and_rotate, _weighted_swiglu)
+
+
 class Operations:
     """Owns the step that the layers are in.
 
     Args:
         config: of the model.
         dtype: of keys and values.
-        compiles: pointwise operations go through torch.compile.
+        pointwise: faster ones than the plain.
     """
 
-    def __init__(self, config: M3Config, *, dtype: torch.dtype, compiles: bool) -> None:
+    def __init__(
+        self, config: M3Config, *, dtype: torch.dtype, pointwise: Pointwise | None = None
+    ) -> None:
         self._config, self._dtype = config, dtype
         self._scale, self._block = config.head_dim**-0.5, config.block_tokens
         self._layout = Layout(0, 0, Selection.ALL)
         self._index_q: Tensor | None = None
         self.tape = Tape()
 
-        def maybe_compiled(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
-            return torch.compile(function, dynamic=True) if compiles else function
-
-        self._norm = maybe_compiled(gemma_norm)
-        self._turn = maybe_compiled(_norm_and_rotate)
-        self._swiglu = maybe_compiled(swiglu_oai)
-        self._weighted = maybe_compiled(_weighted_swiglu)
+        self._pointwise = pointwise or plain_pointwise()
 
     def begin(self, layout: Layout, device: torch.device) -> tuple[PagedRows, LayerCache]:
         """Starts a step; gives its rows and empty pages for every layer."""
@@ -130,8 +146,8 @@ class Operations:
         return replace(
             reference_kernels(),
             name="training",
-            gemma_norm=self._norm,
-            swiglu_oai=self._swiglu,
+            gemma_norm=self._pointwise.norm,
+            swiglu_oai=swiglu_oai,
             attention_prologue=self._prologue,
             varlen_attention=self._equal_segments,
             paged_attention=self._dense_attention,
@@ -160,16 +176,20 @@ class Operations:
         def paged(x_TGD: Tensor) -> Tensor:
             return x_TGD.view(-1, block, *x_TGD.shape[1:]).transpose(1, 2)
 
-        pages.k_PGBD.copy_(paged(self._turn(k_TGD, norms.k, norms.eps, cos, sin)))
+        pages.k_PGBD.copy_(paged(self._pointwise.turn(k_TGD, norms.k, norms.eps, cos, sin)))
         pages.v_PGBD.copy_(paged(v_TGD))
-        q_THD = self._turn(q_THD, norms.q, norms.eps, cos, sin)
+        q_THD = self._pointwise.turn(q_THD, norms.q, norms.eps, cos, sin)
         if index_q_TGD is None:
             return q_THD, None
         assert index_k_TD is not None
         assert pages.index_k_PBD is not None
-        index_k_TD = self._turn(index_k_TD[:, None], norms.index_k, norms.eps, cos, sin)[:, 0]
+        assert norms.index_q is not None
+        assert norms.index_k is not None
+        index_k_TD = self._pointwise.turn(index_k_TD[:, None], norms.index_k, norms.eps, cos, sin)[
+            :, 0
+        ]
         pages.index_k_PBD.copy_(index_k_TD.view(-1, block, index_k_TD.shape[-1]))
-        return q_THD, self._turn(index_q_TGD, norms.index_q, norms.eps, cos, sin)
+        return q_THD, self._pointwise.turn(index_q_TGD, norms.index_q, norms.eps, cos, sin)
 
     def _equal_segments(
         self, q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, max_len: int, scale: float
@@ -285,7 +305,11 @@ class Operations:
             weights_Tk = scores_TE.gather(-1, ids_Tk)
             weights_Tk = weights_Tk / weights_Tk.sum(-1, keepdim=True)
         with torch.no_grad():
-            self.tape.loads.append(functional.one_hot(ids_Tk, bias_E.shape[0]).sum((0, 1)).float())
+            chosen = ids_Tk.flatten()
+            load_E = torch.zeros_like(bias_E).index_add_(
+                0, chosen, torch.ones_like(chosen, dtype=bias_E.dtype)
+            )
+            self.tape.loads.append(load_E)
         return ids_Tk, weights_Tk
 
     def _run_experts(
@@ -316,7 +340,7 @@ class Operations:
             down = torch.cat([down, shared.down_MF], dim=1)
             weights_TE = functional.pad(weights_TE, (0, 1), value=1.0)
         hidden = functional.linear(x_TM, gate_up).view(x_TM.shape[0], -1, double)
-        acted = self._weighted(hidden, weights_TE, alpha, limit)
+        acted = self._pointwise.weighted_swiglu(hidden, weights_TE, alpha, limit)
         return functional.linear(acted.flatten(1), down)
 
     def _sequences(self, x_THD: Tensor) -> Tensor:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from dataclasses import dataclass
+from functools import cache
 
 import numpy as np
 from numpy.typing import NDArray
@@ -28,7 +29,7 @@ _DIGITS = (
     "111101111001111",
 )
 
-Image = NDArray[np.float32]
+Image = NDArray[np.floating]
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,11 +47,6 @@ class Figure:
     @property
     def place(self) -> str:
         return words.PLACES[self.cell[0]][self.cell[1]]
-
-
-def noise_source(rng: random.Random) -> np.random.Generator:
-    """A generator for pixels, seeded from the one for facts."""
-    return np.random.Generator(np.random.SFC64(rng.getrandbits(64)))
 
 
 def draw_figures(figures: list[Figure], rng: random.Random) -> Media:
@@ -144,11 +140,14 @@ def figure_questions(figures: list[Figure], rng: random.Random) -> list[tuple[st
     for figure in figures:
         if shapes.count(figure.shape) == 1:
             what = f"the {figure.shape}"
-            asked.append((f"What colour is {what}?", f"It is {figure.colour}.", "picture_colour"))
-            asked.append((f"Where is {what}?", f"It is {figure.place}.", "picture_position"))
+            answer = f"It is {figure.colour}."
+            asked.append((f"What colour is {what}?", answer, "picture_colour"))
+            answer = f"It is {figure.place}."
+            asked.append((f"Where is {what}?", answer, "picture_position"))
         if colours.count(figure.colour) == 1:
             question = f"What shape is {figure.colour}?"
-            asked.append((question, f"It is a {figure.shape}.", "picture_shape"))
+            answer = f"It is a {figure.shape}."
+            asked.append((question, answer, "picture_shape"))
     asked.append(("How many shapes are there?", _there_are(len(figures)), "picture_count"))
     shape = rng.choice(words.SHAPES)
     question = f"How many {shape} shapes are there?"
@@ -279,8 +278,18 @@ def _distance(shape: str, x: Image, y: Image) -> Image:
 
 def _finished(frames: Image, rng: random.Random) -> Pixels:
     """Rounds to bytes, with a little noise as cameras and codecs leave it."""
-    noise = noise_source(rng)
     strength = rng.choice((0.0, 2.0, 5.0))
     if strength:
-        frames = frames + noise.standard_normal(frames.shape, np.float32) * np.float32(strength)
-    return np.clip(np.rint(frames), 0, 255).astype(np.uint8)
+        bank = _noise_bank()
+        start = rng.randrange(bank.size - frames.size)
+        frames = frames + bank[start : start + frames.size].reshape(frames.shape) * np.float32(
+            strength
+        )
+    return (np.clip(frames, 0, 255) + np.float32(0.5)).astype(np.uint8)
+
+
+@cache
+def _noise_bank() -> Image:
+    """Normal noise to cut from: drawing it anew for every picture would take most of the time."""
+    generator = np.random.Generator(np.random.SFC64(7))
+    return generator.standard_normal(1 << 20, np.float32)

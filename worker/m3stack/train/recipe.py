@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import random
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from m3stack.train.batches import SHORT_TOKENS, BatchKind
 from m3stack.train.operations import Selection
 
 Share = tuple[float, BatchKind]
+
+NEEDLE_THOUSANDS = (2, 4, 8, 16, 32, 64)
+"""Thousands of tokens of the long documents."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,14 +45,14 @@ class Recipe:
 
     phases: tuple[Phase, ...]
     seed: int = 20
-    peak_rate: float = 2e-3
-    warmup_steps: int = 100
+    peak_rate: float = 1e-3
+    warmup_steps: int = 200
     decay_share: float = 0.35
     weight_decay: float = 0.05
     clip_norm: float = 1.0
     bias_rate: float = 2e-3
     loss_rows: int = 1024
-    name: str = field(default="main")
+    name: str = "main"
 
     def phase_at(self, progress: float) -> Phase:
         return next((p for p in self.phases if progress < p.until), self.phases[-1])
@@ -73,33 +76,43 @@ def _kinds(tokens: int, media: float) -> dict[str, BatchKind]:
         return BatchKind(rows, SHORT_TOKENS, round(rows * share))
 
     kinds = {"mixed": short(media), "text": short(0.0), "media": short(1.0)}
-    for thousands in (2, 4, 8, 16, 32, 64):
+    for thousands in NEEDLE_THOUSANDS:
         length = thousands * 1024
-        kinds[f"{thousands}k"] = BatchKind(max(1, tokens // length), length, is_needle=True)
+        # long documents take longer a token, and hold few questions
+        kinds[f"{thousands}k"] = BatchKind(max(1, tokens // 2 // length), length, is_needle=True)
     return kinds
 
 
-def main_recipe(tokens: int, *, longest: int = 64) -> Recipe:
+def main_recipe(
+    tokens: int,
+    *,
+    longest: int = NEEDLE_THOUSANDS[-1],
+    dense_share: float = 0.25,
+    sparse_share: float = 0.096,
+    peak_rate: float = 1e-3,
+) -> Recipe:
     """The shipped model: dense warm-up, then sparse; text, pictures and clips from step 0.
 
     Args:
         tokens: of a batch.
         longest: thousands of tokens of the longest documents.
+        dense_share, sparse_share: batches of long documents, before and after the warm-up's end.
     """
     kinds = _kinds(tokens, 0.6)
-    growing = [(size, kinds[f"{size}k"]) for size in (2, 4, 8, 16, 32, 64) if size <= longest]
+    growing = [kinds[f"{size}k"] for size in NEEDLE_THOUSANDS if size <= longest]
 
-    def long(share: float, sizes: list[tuple[int, BatchKind]]) -> tuple[Share, ...]:
-        return ((1 - share, kinds["mixed"]), *((share / len(sizes), kind) for _, kind in sizes))
+    def mix(share: float, long: list[BatchKind]) -> tuple[Share, ...]:
+        return ((1 - share, kinds["mixed"]), *((share / len(long), kind) for kind in long))
 
     dense, own = Selection.ALL, Selection.OWN
     return Recipe(
         phases=(
-            Phase(0.20, long(0.08, growing[:2]), dense),
-            Phase(0.45, long(0.15, growing[:4]), dense),
-            Phase(0.75, long(0.12, growing[1:5]), own),
-            Phase(1.00, long(0.15, growing[1:]), own),
-        )
+            Phase(0.15, mix(dense_share, growing[:2]), dense),
+            Phase(0.50, mix(dense_share, growing[:5]), dense),
+            Phase(0.75, mix(sparse_share, growing[:5]), own),
+            Phase(1.00, mix(sparse_share, growing), own),
+        ),
+        peak_rate=peak_rate,
     )
 
 
@@ -119,6 +132,12 @@ def arm_recipe(tokens: int, *, text_first: bool) -> Recipe:
 def selection_recipe(tokens: int, selection: Selection, *, has_index_loss: bool) -> Recipe:
     """Sparse training continued from a dense warm-up, with another index branch."""
     kinds = _kinds(tokens, 0.6)
-    mix = ((0.7, kinds["mixed"]), (0.15, kinds["4k"]), (0.15, kinds["8k"]))
+    mix = ((0.9, kinds["mixed"]), (0.05, kinds["4k"]), (0.05, kinds["8k"]))
     name = f"{selection.name.lower()}{'' if has_index_loss else '_no_loss'}"
-    return Recipe((Phase(1.0, mix, selection, has_index_loss),), peak_rate=1e-3, name=name)
+    return Recipe(
+        (Phase(1.0, mix, selection, has_index_loss),),
+        peak_rate=1e-3,
+        warmup_steps=20,
+        decay_share=0.8,
+        name=name,
+    )

@@ -302,10 +302,11 @@ class _EveryKey:
         keys = torch.arange(self._shape[2], device=self._positions.device)
         return keys <= self._positions[:, None, rows, None]
 
-    def pages(self, rows: slice) -> slice:
-        return rows
+    def pages(self, rows: slice) -> Tensor:
+        """Of no use here."""
+        return self._positions
 
-    def take(self, keys_RGLD: Tensor, pages: object) -> Tensor:
+    def take(self, keys_RGLD: Tensor, pages: Tensor) -> Tensor:
         return keys_RGLD
 
     def dots(self, q_RGShD: Tensor, keys: Tensor) -> Tensor:
@@ -322,7 +323,7 @@ class _EveryKey:
     def zeros(self, keys_RGLD: Tensor) -> Tensor:
         return keys_RGLD.new_zeros(keys_RGLD.shape, dtype=_wide(keys_RGLD).dtype)
 
-    def add(self, total: Tensor, part: Tensor, pages: object) -> None:
+    def add(self, total: Tensor, part: Tensor, pages: Tensor) -> None:
         total += part
 
 

@@ -77,7 +77,12 @@ def _facts(rng: random.Random, person: str) -> Iterator[tuple[str, str, str, tup
         f"In {city}.",
         (person, city),
     )
-    yield f"{person} likes {food}.", f"What does {person} like?", f"It is {food}.", (person, food)
+    yield (
+        f"{person} likes {food}.",
+        f"What does {person} like?",
+        f"It is {food}.",
+        (person, food),
+    )
     thing, colour = rng.choice(words.THINGS), rng.choice(list(words.COLOURS))
     yield (
         f"{person} has a {colour} {thing}.",

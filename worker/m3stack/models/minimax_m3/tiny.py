@@ -1,7 +1,8 @@
-"""Makes the built-in tiny checkpoint: a complete directory in the released layout, random weights.
+"""Makes the tiny checkpoint as it is before training: a complete directory, released layout.
 
 `python -m m3stack.models.minimax_m3.tiny DIR` writes it. Every weight comes from SHAKE-256 of its
-name, so the files are the same on every machine, to the byte.
+name, so the files are the same on every machine, to the byte. `m3stack.train` starts from them;
+the built-in checkpoint is what it ended with.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ import hashlib
 import json
 import math
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from importlib import resources
 from pathlib import Path
 from typing import Any
@@ -27,10 +28,6 @@ from m3stack.models.minimax_m3.layout import checkpoint_layout
 UNUSED_ROWS = 3
 VOCAB_SIZE = tokens.BASE_TOKENS + len(tokens.ADDED_TOKENS) + UNUSED_ROWS
 
-# channel 0 of the residual stream stays constant, so that the head can mute what a trained model
-# would not say: control tokens, unused rows, fragments of characters
-MUTED_LOGIT = -64.0
-
 _ADDS_TO_STREAM = (
     "o_proj.weight",
     "down_proj.weight",
@@ -38,7 +35,7 @@ _ADDS_TO_STREAM = (
     "patch_merge_mlp.linear_2.weight",
 )
 
-_NUM_LAYERS = 4
+_NUM_LAYERS = 5
 _SPARSE = [0] + [1] * (_NUM_LAYERS - 1)
 _MERGE = {
     "image_token_compression_method": "patch_merge",
@@ -96,8 +93,17 @@ def write_tiny_checkpoint(path: Path | str) -> None:
     (directory / "chat_template.jinja").write_text(
         _resource("tiny_chat_template.jinja"), encoding="utf-8"
     )
-    weights = dict(_weights(M3Config.from_object(config), tokens.token_bytes(merges)))
-    save_file(weights, directory / "model.safetensors", metadata={"format": "pt"})
+    save_weights(dict(initial_weights(M3Config.from_object(config))), config, directory)
+
+
+def save_weights(weights: Mapping[str, Tensor], config: Mapping[str, Any], directory: Path) -> None:
+    """Writes model.safetensors in the dtypes of the released repository: bf16, some in fp32."""
+    layout = checkpoint_layout(M3Config.from_object(config))
+    stored = {
+        name: weights[name].to(torch.float32 if placement.keeps_fp32 else torch.bfloat16)
+        for name, placement in layout.items()
+    }
+    save_file(stored, directory / "model.safetensors", metadata={"format": "pt"})
 
 
 def config_object() -> dict[str, Any]:
@@ -107,13 +113,13 @@ def config_object() -> dict[str, Any]:
         "model_type": "minimax_m3_vl",
         "text_config": _text_config(),
         "vision_config": {
-            "hidden_size": 80,
+            "hidden_size": 128,
             "num_attention_heads": 4,
-            "num_hidden_layers": 2,
-            "intermediate_size": 160,
+            "num_hidden_layers": 4,
+            "intermediate_size": 384,
             "patch_size": 14,
             "image_size": 2016,
-            "projection_dim": 128,
+            "projection_dim": 192,
             "position_embedding_type": "rope",
             "rope_mode": "3d",
             "rope_theta": 10000.0,
@@ -133,7 +139,7 @@ def config_object() -> dict[str, Any]:
         "multimodal_projector_bias": True,
         "process_image_mode": "dynamic_res",
         "projector_hidden_act": "gelu",
-        "projector_hidden_size": 96,
+        "projector_hidden_size": 192,
         "vision_feature_layer": -1,
         "vision_feature_select_strategy": "full",
         "tie_word_embeddings": False,
@@ -145,14 +151,14 @@ def _text_config() -> dict[str, Any]:
     return {
         "architectures": ["MiniMaxM3SparseForCausalLM"],
         "dtype": "bfloat16",
-        "hidden_size": 128,
+        "hidden_size": 192,
         "intermediate_size": 64,
         "num_hidden_layers": _NUM_LAYERS,
         "num_attention_heads": 8,
-        "num_key_value_heads": 2,
+        "num_key_value_heads": 4,
         "head_dim": 32,
         "vocab_size": VOCAB_SIZE,
-        "max_position_embeddings": 32768,
+        "max_position_embeddings": 131072,
         "rms_norm_eps": 1e-06,
         "use_gemma_norm": True,
         "attention_output_gate": False,
@@ -162,7 +168,7 @@ def _text_config() -> dict[str, Any]:
         "hidden_act": "swigluoai",
         "use_qk_norm": True,
         "tie_word_embeddings": False,
-        "dense_intermediate_size": 256,
+        "dense_intermediate_size": 512,
         "shared_intermediate_size": 64,
         "num_local_experts": 8,
         "num_experts_per_tok": 2,
@@ -180,7 +186,7 @@ def _text_config() -> dict[str, Any]:
         "sparse_attention_config": {
             "use_sparse_attention": True,
             "sparse_index_dim": 32,
-            "sparse_num_index_heads": 2,
+            "sparse_num_index_heads": 4,
             "sparse_topk_blocks": 4,
             "sparse_block_size": 128,
             "sparse_disable_index_value": _SPARSE,
@@ -203,30 +209,28 @@ def _generation(text: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def _weights(config: M3Config, spelled: list[bytes]) -> Iterator[tuple[str, Tensor]]:
+def initial_weights(config: M3Config) -> Iterator[tuple[str, Tensor]]:
+    """Every tensor of the checkpoint before training, by its released name, in fp32."""
     for name, placement in checkpoint_layout(config).items():
-        weight = _noise(name, placement.shape) * _gain(name, placement.shape)
-        if name.endswith(("layer_norm1.weight", "layer_norm2.weight", "pre_layrnorm.weight")):
-            weight += 1
-        if name == "language_model.model.embed_tokens.weight":
-            weight[:, 0] = 1
-        elif name == "patch_merge_mlp.linear_2.bias":
-            weight[0] = 1
-        elif name.endswith(_ADDS_TO_STREAM):
-            weight[0] = 0
-        elif name == "language_model.lm_head.weight":
-            weight[:, 0] = _muted(spelled)
-        yield name, weight.to(torch.float32 if placement.keeps_fp32 else torch.bfloat16)
+        if len(placement.shape) == 1:
+            # a Gemma norm scales by one plus its weight, a layer norm by its weight
+            is_scale = name.endswith(
+                ("layer_norm1.weight", "layer_norm2.weight", "pre_layrnorm.weight")
+            )
+            yield name, torch.full(placement.shape, float(is_scale))
+        else:
+            yield name, _noise(name, placement.shape) * _spread(name, placement.shape, config)
 
 
-def _gain(name: str, shape: tuple[int, ...]) -> float:
-    """Standard deviation of a weight: unit variance out for unit variance in, small biases."""
+def _spread(name: str, shape: tuple[int, ...], config: M3Config) -> float:
+    """Standard deviation of a matrix."""
     if "embed_tokens" in name:
-        return 1.0
-    if len(shape) == 1:
-        return 0.2 if name.endswith("weight") else 0.1
-    gain = 2.0 if "lm_head" in name else 1.0
-    return gain / math.sqrt(math.prod(shape[1:]))
+        return 0.3
+    inputs = math.prod(shape[1:])
+    if name.endswith(_ADDS_TO_STREAM):
+        # so that the stream keeps its size through all layers
+        return 1 / math.sqrt(inputs * 2 * config.num_layers)
+    return (0.3 if "lm_head" in name else 0.8) / math.sqrt(inputs)
 
 
 def _noise(name: str, shape: tuple[int, ...]) -> Tensor:
@@ -237,20 +241,6 @@ def _noise(name: str, shape: tuple[int, ...]) -> Tensor:
         stream[0::2], stream[1::2] = stream[1::2], stream[0::2]
     steps = torch.frombuffer(stream, dtype=torch.int16).to(torch.float32)
     return ((steps + 0.5) * (math.sqrt(3) / 32768)).view(shape)
-
-
-def _muted(spelled: list[bytes]) -> Tensor:
-    """Weight on the constant channel for every row of the head."""
-    weights = torch.full((VOCAB_SIZE,), MUTED_LOGIT)
-    weights[tokens.token_id(tokens.END_MESSAGE)] = 0
-    for index, text in enumerate(spelled):
-        try:
-            is_text = all(letter.isprintable() or letter == "\n" for letter in text.decode())
-        except UnicodeDecodeError:
-            is_text = False
-        if is_text:
-            weights[index] = 0
-    return weights
 
 
 def _resource(name: str) -> str:

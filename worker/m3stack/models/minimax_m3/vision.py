@@ -50,15 +50,18 @@ class VisionTower(nn.Module):
             ]
         )
         cos, sin = rotary(batch.grids_thw, config, pixels_N.device)
-        return self.encode(pixels_N, cos, sin, segment_lengths(batch.grids_thw, config))
+        lengths = segment_lengths(batch.grids_thw, config)
+        cu_seqlens = torch.tensor([0, *lengths], device=cos.device).cumsum(0).to(torch.int32)
+        return self.encode(pixels_N, cos, sin, cu_seqlens, max(lengths))
 
-    def encode(self, pixels_N: Tensor, cos: Tensor, sin: Tensor, lengths: list[int]) -> Tensor:
-        """The same from normalised patches, their rotary and the patches of every segment."""
+    def encode(
+        self, pixels_N: Tensor, cos: Tensor, sin: Tensor, cu_seqlens: Tensor, max_len: int
+    ) -> Tensor:
+        """The same from normalised patches, their rotary and the bounds of the segments."""
         x = functional.linear(pixels_N.to(self.patch_embedding.dtype), self.patch_embedding)
         x = self.input_norm(x.to(self._dtype))
-        cu_seqlens = torch.tensor([0, *lengths], device=x.device).cumsum(0).to(torch.int32)
         for layer in self.layers:
-            x = layer(x, cos, sin, cu_seqlens, max(lengths))
+            x = layer(x, cos, sin, cu_seqlens, max_len)
         return x
 
 

@@ -1,0 +1,206 @@
+"""A whole training step as one CUDA graph: a small model would spend it launching operations.
+
+A graph needs fixed shapes, so a batch is copied into buffers of a fixed capacity: predictions that
+are missing weigh nothing, and pictures that are missing are drawn over positions behind the first
+sequence's end, which nothing attends to (`batches.TAIL_TOKENS`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from m3stack.models.minimax_m3.vision import Grid
+from m3stack.train.batches import TAIL_TOKENS, Batch
+from m3stack.train.model import Student
+from m3stack.train.operations import Layout
+
+WARM_UP_STEPS = 3
+
+
+@dataclass(frozen=True, slots=True)
+class Capacity:
+    """What the buffers hold.
+
+    Attributes:
+        predictions: loss rows.
+        items: stills or clips of every grid.
+    """
+
+    predictions: int
+    items: dict[Grid, int]
+
+    @classmethod
+    def above(cls, batch: Batch, margin: float = 1.4) -> Capacity:
+        """Enough for batches like this one."""
+        return cls(
+            int(batch.loss_rows_S.shape[0] * margin),
+            {
+                grid: int(patches.shape[0] // _patches(grid) * margin) + 8
+                for grid, patches in batch.patches.items()
+            },
+        )
+
+    def fits(self, batch: Batch) -> bool:
+        """Whether the batch can be copied into the buffers."""
+        return batch.loss_rows_S.shape[0] <= self.predictions and all(
+            patches.shape[0] <= self.items.get(grid, 0) * _patches(grid)
+            for grid, patches in batch.patches.items()
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class StepResult:
+    """Figures of one step, on the device; overwritten by the next.
+
+    Attributes:
+        loss_S, right_S: of every prediction.
+    """
+
+    loss: Tensor
+    index_loss: Tensor
+    norm: Tensor
+    loss_S: Tensor
+    right_S: Tensor
+
+
+class Buffers:
+    """Tensors of a fixed size that any batch of a kind is copied into.
+
+    Attributes:
+        batch: of the full capacity; what is missing is as the module says.
+        weights_S: one for every real prediction, zero for the others.
+        loss_positions_RS: rows whose index loss is computed.
+    """
+
+    def __init__(self, batch: Batch, layout: Layout, device: torch.device) -> None:
+        self.capacity = Capacity.above(batch)
+        capacity, positions = self.capacity, layout.loss_positions_RS
+        self.loss_positions_RS = None if positions is None else positions.clone()
+        self.weights_S = torch.zeros(capacity.predictions, device=device)
+
+        def room(like: Tensor, rows: int) -> Tensor:
+            return torch.zeros((rows, *like.shape[1:]), dtype=like.dtype, device=device)
+
+        def item_rows(grid: Grid) -> int:
+            return capacity.items[grid] * _patches(grid)
+
+        self.batch = Batch(
+            ids_T=batch.ids_T.clone(),
+            kind=batch.kind,
+            loss_rows_S=room(batch.loss_rows_S, capacity.predictions),
+            targets_S=room(batch.targets_S, capacity.predictions),
+            answers_S=batch.answers_S,
+            skills=[],
+            patches={grid: room(x, item_rows(grid)) for grid, x in batch.patches.items()},
+            media_rows={
+                grid: room(x, item_rows(grid) * x.shape[0] // batch.patches[grid].shape[0])
+                for grid, x in batch.media_rows.items()
+            },
+        )
+        # rows behind the first sequence's end, over and over
+        self._tails = {
+            grid: torch.arange(rows.shape[0], device=device) % TAIL_TOKENS
+            + layout.num_tokens
+            - TAIL_TOKENS
+            for grid, rows in self.batch.media_rows.items()
+        }
+        self.fill(batch, positions)
+
+    def fill(self, batch: Batch, loss_positions_RS: Tensor | None) -> None:
+        """Copies a batch that fits."""
+        held, count = self.batch, batch.loss_rows_S.shape[0]
+        held.ids_T.copy_(batch.ids_T)
+        for buffer, values in (
+            (held.loss_rows_S, batch.loss_rows_S),
+            (held.targets_S, batch.targets_S),
+        ):
+            buffer[:count].copy_(values)
+            buffer[count:].zero_()
+        self.weights_S[:count].fill_(1.0)
+        self.weights_S[count:].zero_()
+        for grid, buffer in held.patches.items():
+            rows, used = held.media_rows[grid], 0
+            if grid in batch.patches:
+                buffer[: batch.patches[grid].shape[0]].copy_(batch.patches[grid])
+                used = batch.media_rows[grid].shape[0]
+                rows[:used].copy_(batch.media_rows[grid])
+            rows[used:].copy_(self._tails[grid][used:])
+        if self.loss_positions_RS is not None:
+            assert loss_positions_RS is not None
+            self.loss_positions_RS.copy_(loss_positions_RS)
+
+
+def weighted_step(student: Student, buffers: Buffers, layout: Layout) -> StepResult:
+    """Forward and backward over the buffers; the norm is left zero."""
+    with student.autocast:
+        logits = student.logits(buffers.batch, layout)
+    targets_S, weights_S = buffers.batch.targets_S, buffers.weights_S
+    loss_S = functional.cross_entropy(logits, targets_S, reduction="none")
+    loss = (loss_S * weights_S).sum() / weights_S.sum()
+    losses = student.operations.tape.index_losses
+    index_loss = torch.stack(losses).sum() if losses else loss.new_zeros(())
+    (loss + index_loss).backward()
+    right_S = logits.detach().argmax(-1) == targets_S
+    mean = index_loss.detach() / max(1, len(losses))
+    # what the losses keep alive would tie the next step's gradients to this step's stream
+    losses.clear()
+    return StepResult(loss.detach(), mean, loss.new_zeros(()), loss_S.detach(), right_S)
+
+
+class GraphedStep:
+    """A step captured over its buffers; making it takes `WARM_UP_STEPS` real steps.
+
+    Args:
+        layout: of the step.
+        update: applies the gradients; gives their norm.
+        zero: drops the gradients.
+    """
+
+    def __init__(
+        self,
+        student: Student,
+        batch: Batch,
+        layout: Layout,
+        update: Callable[[], Tensor],
+        zero: Callable[[], None],
+    ) -> None:
+        self._buffers = Buffers(batch, layout, student.device)
+        layout = replace(layout, loss_positions_RS=self._buffers.loss_positions_RS)
+        stream = torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            for _ in range(WARM_UP_STEPS):
+                zero()
+                weighted_step(student, self._buffers, layout)
+                update()
+        torch.cuda.current_stream().wait_stream(stream)
+        zero()
+        self._graph = torch.cuda.CUDAGraph()
+        # other threads pin memory meanwhile
+        with torch.cuda.graph(self._graph, stream=stream, capture_error_mode="thread_local"):
+            result = weighted_step(student, self._buffers, layout)
+            self._result = replace(result, norm=update())
+
+    def fits(self, batch: Batch) -> bool:
+        """Whether `run` can take the batch."""
+        return self._buffers.capacity.fits(batch)
+
+    def run(self, batch: Batch, loss_positions_RS: Tensor | None) -> StepResult:
+        """One step."""
+        self._buffers.fill(batch, loss_positions_RS)
+        self._graph.replay()
+        count = batch.loss_rows_S.shape[0]
+        return replace(
+            self._result,
+            loss_S=self._result.loss_S[:count],
+            right_S=self._result.right_S[:count],
+        )
+
+
+def _patches(grid: Grid) -> int:
+    return grid[0] * grid[1] * grid[2]
