@@ -16,7 +16,7 @@ pub(super) fn cost(
     seat: &Seat,
     demand: &Demand,
     (requests, matched): (f64, u32),
-    policy: &Policy,
+    (policy, unknown_tokens_per_s): (&Policy, f64),
     now_s: f64,
 ) -> f64 {
     let own = f64::from(demand.prompt_tokens.saturating_sub(matched));
@@ -31,7 +31,9 @@ pub(super) fn cost(
     // ours is waited for by those behind it: joining who computes it already spares them that
     let work = own * policy.work_weight + lacking + requests * policy.request_tokens;
     let tokens = seat.queued_tokens() + work;
-    (tokens + policy.request_tokens) / seat.tokens_per_s(policy) / seat.share(policy, now_s)
+    (tokens + policy.request_tokens)
+        / seat.tokens_per_s(unknown_tokens_per_s)
+        / seat.share(policy, now_s)
 }
 
 /// The cheapest; equals take turns.

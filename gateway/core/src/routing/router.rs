@@ -179,6 +179,7 @@ impl Router {
             }
             is_spilled = true;
         }
+        let unknown = self.usual_tokens_per_s(fit);
         for one in fit.iter_mut() {
             let Some(seat) = &self.seats[usize::from(one.place)] else { continue };
             let mut matched = self.matched(usize::from(one.place), seat);
@@ -186,12 +187,13 @@ impl Router {
                 is_spilled |= matched > 0;
                 matched = 0;
             }
-            one.cost = cost(seat, demand, (one.requests, matched), &self.policy, now_s);
+            let policy = (&self.policy, unknown);
+            one.cost = cost(seat, demand, (one.requests, matched), policy, now_s);
         }
         self.turn = self.turn.wrapping_add(1);
         let place = pick(fit, self.turn).ok_or(NoChoice::NobodyFit)?;
         let seat = self.seats[place].as_ref().ok_or(NoChoice::NobodyFit)?;
-        let wait_s = seat.queued_tokens() / seat.tokens_per_s(&self.policy);
+        let wait_s = seat.queued_tokens() / seat.tokens_per_s(unknown);
         if wait_s > self.policy.max_wait_s {
             return Err(NoChoice::TooBusy { wait_s });
         }
@@ -266,6 +268,14 @@ impl Router {
                 fit.push(Fit { place: place as u16, requests: seat.requests(), cost: 0.0 });
             }
         }
+    }
+
+    /// The mean of the rates that were told: who has read nothing yet is taken for one of many.
+    fn usual_tokens_per_s(&self, fit: &[Fit]) -> f64 {
+        let seats = fit.iter().filter_map(|one| self.seats[usize::from(one.place)].as_ref());
+        let told = seats.map(|seat| seat.load.prompt_tokens_per_s).filter(|rate| *rate > 0.0);
+        let (sum, count) = told.fold((0.0, 0.0), |(sum, count), rate| (sum + rate, count + 1.0));
+        if count > 0.0 { sum / count } else { self.policy.default_tokens_per_s }
     }
 
     fn nobody(&self, demand: &Demand) -> NoChoice {

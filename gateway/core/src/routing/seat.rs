@@ -15,7 +15,7 @@ pub struct Policy {
     /// What a prompt token that must be computed weighs beside one that is waited for; above 1,
     /// since others wait for it too.
     pub work_weight: f64,
-    /// Prompt tokens a second of a worker that has not said its own rate.
+    /// Prompt tokens a second of every worker while none has said its own rate.
     pub default_tokens_per_s: f64,
     /// A worker with more requests than the mean times this, and `spare_requests` more, gets none
     /// for the sake of its cache or of affinity.
@@ -175,12 +175,10 @@ impl Seat {
         (self.load.waiting_prompt_tokens + self.unreported_tokens) as f64
     }
 
-    pub(super) fn tokens_per_s(&self, policy: &Policy) -> f64 {
-        if self.load.prompt_tokens_per_s > 0.0 {
-            self.load.prompt_tokens_per_s
-        } else {
-            policy.default_tokens_per_s
-        }
+    /// Its reading speed, or `unknown` while it has not said one.
+    pub(super) fn tokens_per_s(&self, unknown: f64) -> f64 {
+        let told = self.load.prompt_tokens_per_s;
+        if told > 0.0 { told } else { unknown }
     }
 
     pub(super) fn health(&self, policy: &Policy, now_s: f64) -> Health {

@@ -26,6 +26,16 @@ fn waiting_prompt_tokens_count_by_the_workers_own_rate() {
 }
 
 #[test]
+fn a_worker_that_has_read_nothing_yet_is_not_taken_to_be_faster_than_those_that_have() {
+    let mut router = ready(2, Policy::default());
+    let slow = SeatLoad { prompt_tokens_per_s: 100.0, steps: 1, ..SeatLoad::default() };
+    router.report(SeatId(0), slow, 0.0);
+    let keys: Vec<u64> = (0..9).collect();
+    router.cache_news(SeatId(0), &CacheNews { added: &keys, ..CacheNews::default() });
+    assert_eq!(chosen(&mut router, &prompt(9 * PAGE + 80, &keys)), SeatId(0));
+}
+
+#[test]
 fn what_was_sent_since_the_last_word_counts() {
     let mut router = ready(2, Policy::default());
     router.report(SeatId(1), busy(2, 1), 0.0);
