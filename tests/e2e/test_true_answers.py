@@ -1,0 +1,39 @@
+"""The built-in model answers truly, asked over REST: what a broken part anywhere would spoil.
+
+A sample of `m3stack eval`, of the skills that reach their bar; the thresholds leave room for the
+sample's size, not for a fault.
+"""
+
+from __future__ import annotations
+
+import pytest
+
+from m3stack.eval.questions import SKILLS, Skill
+from m3stack.eval.scores import Asker, source
+from tests.e2e.conftest import Server
+
+SAMPLES = 8
+# right answers of eight, and the most that the control may get
+THRESHOLDS = {
+    "picture_colour": (8, 5),
+    "picture_count": (7, 5),
+    "picture_position": (7, 5),
+    "clip_motion": (7, 7),
+    "clip_order": (7, 4),
+    "clip_flashes": (7, 6),
+    "tool_call": (7, 8),
+}
+SKILL = {skill.name: skill for skill in reversed(SKILLS)}
+
+
+@pytest.mark.parametrize("name", THRESHOLDS)
+def test_a_sample_of_questions_is_answered_truly(gateway: Server, name: str) -> None:
+    skill: Skill = SKILL[name]
+    least, most = THRESHOLDS[name]
+    with Asker(gateway.url) as asker:
+        right = asker.share_right(skill.make(source(skill), SAMPLES)) * SAMPLES
+        assert right >= least
+        if name.startswith(("picture", "clip_order")):
+            assert skill.control_make is not None
+            blank = skill.control_make(source(skill), SAMPLES)
+            assert asker.share_right(blank) * SAMPLES <= most
