@@ -4,6 +4,8 @@
 
 const byId = (id) => document.getElementById(id);
 const log = byId("log");
+// Words are put on the page that often: a fast stream must not keep it from hearing its user.
+const SHOW_MS = 50;
 
 // What the next request sends; a turn that fails is taken back.
 let messages = [];
@@ -185,14 +187,29 @@ class Reply {
     }
     if (thought) {
       this.reasoning += thought;
-      this.part("thinking", thinkingPart).words.append(thought);
+      this.write(this.part("thinking", thinkingPart).words, thought);
     }
     if (delta.content) {
       this.endThinking();
       this.content += delta.content;
-      this.part("words", wordsPart).words.append(delta.content);
+      this.write(this.part("words", wordsPart).words, delta.content);
     }
     for (const piece of delta.tool_calls ?? []) this.addCall(piece);
+  }
+
+  // Text that waits has one place: what comes for another shows it first.
+  write(place, text) {
+    if (this.waiting && this.waiting.place !== place) this.show();
+    this.waiting ??= { place, text: "", timer: setTimeout(() => this.show(), SHOW_MS) };
+    this.waiting.text += text;
+  }
+
+  show() {
+    if (!this.waiting) return;
+    clearTimeout(this.waiting.timer);
+    this.waiting.place.append(this.waiting.text);
+    this.waiting = null;
+    follow();
   }
 
   addCall(piece) {
@@ -210,7 +227,7 @@ class Reply {
     if (this.open?.kind === "thinking") {
       this.open.place.outer.open = false;
       this.open.place.title.textContent =
-        `Thought for ${((performance.now() - this.began) / 1000).toFixed(1)} s`;
+        `Thought for ${((performance.now() - this.first) / 1000).toFixed(1)} s`;
     }
   }
 
@@ -341,7 +358,6 @@ async function generate(mark, takeBack) {
         reply.add(choice.delta);
         reason = choice.finish_reason ?? reason;
       }
-      follow();
     }
     if (!reason) throw new Error("the connection ended before the reply did");
     const calls = reason === "tool_calls";
@@ -362,6 +378,7 @@ async function generate(mark, takeBack) {
       askState();
     }
   } finally {
+    reply.show();
     running = null;
     busy(false);
     follow();
