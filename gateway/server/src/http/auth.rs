@@ -22,7 +22,7 @@ pub(super) enum Door {
 ///
 /// What probes and browsers ask first is open; metrics are open at the operators' door, whose
 /// network is theirs; everything else there wants an admin's key.
-pub(super) fn check(app: &App, door: Door, request: &mut Request) -> Result<(), Response> {
+pub(super) fn check(app: &App, door: Door, request: &mut Request) -> Result<(), Box<Response>> {
     let Some(keys) = &app.keys else { return Ok(()) };
     if is_open(door, request.uri().path()) {
         return Ok(());
@@ -39,7 +39,7 @@ pub(super) fn check(app: &App, door: Door, request: &mut Request) -> Result<(), 
         }
         (None, _) => unknown(request),
     };
-    Err(shown(app, request, &error))
+    Err(Box::new(shown(app, request, &error)))
 }
 
 fn is_open(door: Door, path: &str) -> bool {

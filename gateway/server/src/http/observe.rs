@@ -92,7 +92,7 @@ pub(super) async fn answer(
                     response
                 })
             }
-            Err(refusal) => Ok(refusal),
+            Err(refusal) => Ok(*refusal),
         }
     };
     let handling = AssertUnwindSafe(handling).catch_unwind();
