@@ -7,6 +7,7 @@ request that has it; compiling runs on a thread of its own.
 from __future__ import annotations
 
 import json
+import secrets
 import threading
 from collections import OrderedDict
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -143,9 +144,12 @@ class GrammarCompiler:
         try:
             document = json.loads(vocabulary.tokenizer_file.read_text(encoding="utf-8"))
             # control tokens are no spelling of their text: only `<[id]>` in a grammar can mean
-            # one, and no string can hide one
+            # one, and no string can hide one. llguidance tokenizes text that a grammar forces,
+            # so their own names must not be found in it: an enum may hold "<filename>"
+            unspeakable = secrets.token_hex(16)
             for token in document["added_tokens"]:
                 token["special"] = True
+                token["content"] = f"\uffff{unspeakable}-{token['id']}"
             tokenizer: LLTokenizer = llguidance.LLTokenizer(
                 json.dumps(document),
                 n_vocab=vocabulary.vocab_size,

@@ -1,0 +1,75 @@
+"""Grammars against a real tokenizer: its control tokens and their names in text."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+from tokenizers import Tokenizer
+
+import m3stack
+from m3stack.engine.grammar import GrammarCompiler, Vocabulary
+from m3stack.types import Constraint, ConstraintKind
+
+CHECKPOINT = Path(m3stack.__file__).parent / "checkpoints" / "tiny"
+TOKENIZER = json.loads((CHECKPOINT / "tokenizer.json").read_text(encoding="utf-8"))
+IDS = {token["content"]: token["id"] for token in TOKENIZER["added_tokens"]}
+CONFIG = json.loads((CHECKPOINT / "config.json").read_text(encoding="utf-8"))
+VOCABULARY = Vocabulary(
+    CHECKPOINT / "tokenizer.json", CONFIG["text_config"]["vocab_size"], IDS["[e~["]
+)
+REGEX_SIGNS = frozenset("\\.+*?()|[]{}^$/-")
+
+
+@pytest.fixture(scope="module")
+def compiler() -> Iterator[GrammarCompiler]:
+    compiler = GrammarCompiler(VOCABULARY)
+    yield compiler
+    compiler.close()
+
+
+def a_word_of(compiler: GrammarCompiler, kind: ConstraintKind, text: str) -> list[int]:
+    """Tokens of a random word, the end not included."""
+    matcher = compiler.submit(Constraint(kind, text)).result(timeout=60).matcher()
+    random = np.random.default_rng(len(text))
+    tokens: list[int] = []
+    while len(tokens) < 400:
+        mask = np.unpackbits(np.frombuffer(matcher.compute_bitmask(), np.uint8), bitorder="little")
+        assert not matcher.is_error(), matcher.get_error()
+        allowed = np.flatnonzero(mask[: VOCABULARY.vocab_size])
+        if VOCABULARY.eos_token_id in allowed:
+            return tokens
+        assert allowed.size, (text, tokens)
+        token = int(random.choice(allowed))
+        assert matcher.consume_token(token), (text, matcher.get_error())
+        tokens.append(token)
+    raise AssertionError(f"{text} does not end")
+
+
+@pytest.mark.parametrize("name", IDS)
+def test_the_name_of_a_control_token_may_be_text(compiler: GrammarCompiler, name: str) -> None:
+    escaped = "".join("\\" + sign if sign in REGEX_SIGNS else sign for sign in name)
+    named = {"type": "object", "properties": {name: {"const": 1}}, "required": [name]}
+    decode = Tokenizer.from_file(str(VOCABULARY.tokenizer_file)).decode
+    cases = [
+        (ConstraintKind.JSON_SCHEMA, json.dumps({"enum": [name]}), json.dumps(name)),
+        (ConstraintKind.JSON_SCHEMA, json.dumps(named | {"additionalProperties": False}), None),
+        (ConstraintKind.REGEX, f"a{escaped}b", f"a{name}b"),
+        (ConstraintKind.LARK, f"start: {json.dumps(name)}", name),
+    ]
+    for kind, text, expected in cases:
+        tokens = a_word_of(compiler, kind, text)
+        assert not set(tokens) & set(IDS.values()), (text, tokens)
+        word = decode(tokens, skip_special_tokens=False)
+        if expected is None:
+            assert json.loads(word) == {name: 1}
+        else:
+            assert word == expected
+
+
+def test_only_an_id_means_a_control_token(compiler: GrammarCompiler) -> None:
+    mark = IDS["]<]minimax[>["]
+    assert a_word_of(compiler, ConstraintKind.LARK, f'start: <[{mark}]> "a"')[0] == mark
