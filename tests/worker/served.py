@@ -76,6 +76,7 @@ def serve_around(settings: WorkerConfig, scenario: Callable[[Served], None]) -> 
     The scenario must end the worker, or may leave that to this function by returning.
     """
     done: Future[None] = Future()
+    threads: list[threading.Thread] = []
 
     def follow(ports: Listening) -> None:
         def act() -> None:
@@ -90,7 +91,8 @@ def serve_around(settings: WorkerConfig, scenario: Callable[[Served], None]) -> 
                 if not served.is_asked_to_stop:
                     served.stop()
 
-        threading.Thread(target=act, name="scenario", daemon=True).start()
+        threads.append(threading.Thread(target=act, name="scenario", daemon=True))
+        threads[0].start()
 
     # a signal that comes after the loop has ended must not end the test run
     before = signal.signal(signal.SIGTERM, lambda number, frame: None)
@@ -98,5 +100,8 @@ def serve_around(settings: WorkerConfig, scenario: Callable[[Served], None]) -> 
         code = run_worker(settings, on_listening=follow)
         done.result(TIMEOUT_S)
     finally:
+        # its last signal is for this worker, not for the next one
+        for thread in threads:
+            thread.join(TIMEOUT_S)
         signal.signal(signal.SIGTERM, before)
     return code
