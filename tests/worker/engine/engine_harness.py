@@ -75,6 +75,7 @@ class EngineHarness:
         self.events: dict[int, list[Event]] = {}
         self.exits: list[BaseException | None] = []
         self._changed = threading.Condition()
+        self.stack.media.on_release(self._notify)
         self.engine = Engine(
             EngineParts(
                 self.stack.scheduler,
@@ -121,9 +122,14 @@ class EngineHarness:
                 MediaClaim(item.key, FEATURE_BYTES * sum(span.length for span in item.spans))
                 for item in place_media(request)
             ]
-            assert self.stack.media.reserve(claims) is not None
+            # as the door does: a request whose features have no room yet waits
+            self.wait_until(lambda: self.stack.media.reserve(claims) is not None)
         self.engine.submit(handle, request)
         return handle
+
+    def _notify(self) -> None:
+        with self._changed:
+            self._changed.notify_all()
 
     def wait_until(self, condition: Callable[[], bool]) -> None:
         with self._changed:
