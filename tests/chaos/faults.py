@@ -76,6 +76,7 @@ def _step_all(seconds: int) -> Act:
 
 def _jump_about(made: Fleet) -> None:
     _step_all(3600)(made)
+    # long enough for leases and timers to be set by the wrong clock before it goes back
     time.sleep(3)
     _step_all(-7200)(made)
 
