@@ -100,6 +100,7 @@ fn generate_header(header: &RequestHeader, request_id: &str, seed: u64) -> proto
         tenant: header.tenant.clone(),
         cache_salt: header.standing.cache_salt.clone(),
         constraint: header.constraint.as_ref().map(constraint),
+        ..proto::GenerateHeader::default()
     }
 }
 

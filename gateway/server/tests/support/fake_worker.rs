@@ -214,6 +214,7 @@ fn identity(facts: proto::ModelFacts, fingerprint: [u8; 32]) -> proto::Identity 
         facts: Some(facts),
         fingerprint: fingerprint.to_vec().into(),
         page_tokens: 128,
+        ..proto::Identity::default()
     }
 }
 

@@ -7,6 +7,12 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 
 DESCRIPTOR: _descriptor.FileDescriptor
 
+class Purpose(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    PURPOSE_UNSPECIFIED: _ClassVar[Purpose]
+    PURPOSE_PREFILL: _ClassVar[Purpose]
+    PURPOSE_ENCODE: _ClassVar[Purpose]
+
 class PatchDtype(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     __slots__ = ()
     PATCH_DTYPE_UNSPECIFIED: _ClassVar[PatchDtype]
@@ -42,6 +48,23 @@ class WorkerState(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     WORKER_STATE_LOADING: _ClassVar[WorkerState]
     WORKER_STATE_READY: _ClassVar[WorkerState]
     WORKER_STATE_DRAINING: _ClassVar[WorkerState]
+
+class WorkerRole(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    WORKER_ROLE_UNSPECIFIED: _ClassVar[WorkerRole]
+    WORKER_ROLE_ALL: _ClassVar[WorkerRole]
+    WORKER_ROLE_ENCODE: _ClassVar[WorkerRole]
+    WORKER_ROLE_PREFILL: _ClassVar[WorkerRole]
+    WORKER_ROLE_DECODE: _ClassVar[WorkerRole]
+
+class ContentKind(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    CONTENT_KIND_UNSPECIFIED: _ClassVar[ContentKind]
+    CONTENT_KIND_PAGE: _ClassVar[ContentKind]
+    CONTENT_KIND_FEATURES: _ClassVar[ContentKind]
+PURPOSE_UNSPECIFIED: Purpose
+PURPOSE_PREFILL: Purpose
+PURPOSE_ENCODE: Purpose
 PATCH_DTYPE_UNSPECIFIED: PatchDtype
 PATCH_DTYPE_U8: PatchDtype
 MEDIA_KIND_UNSPECIFIED: MediaKind
@@ -63,6 +86,14 @@ WORKER_STATE_UNSPECIFIED: WorkerState
 WORKER_STATE_LOADING: WorkerState
 WORKER_STATE_READY: WorkerState
 WORKER_STATE_DRAINING: WorkerState
+WORKER_ROLE_UNSPECIFIED: WorkerRole
+WORKER_ROLE_ALL: WorkerRole
+WORKER_ROLE_ENCODE: WorkerRole
+WORKER_ROLE_PREFILL: WorkerRole
+WORKER_ROLE_DECODE: WorkerRole
+CONTENT_KIND_UNSPECIFIED: ContentKind
+CONTENT_KIND_PAGE: ContentKind
+CONTENT_KIND_FEATURES: ContentKind
 
 class GenerateRequest(_message.Message):
     __slots__ = ("header", "chunk")
@@ -73,7 +104,7 @@ class GenerateRequest(_message.Message):
     def __init__(self, header: _Optional[_Union[GenerateHeader, _Mapping]] = ..., chunk: _Optional[_Union[MediaChunk, _Mapping]] = ...) -> None: ...
 
 class GenerateHeader(_message.Message):
-    __slots__ = ("request_id", "fingerprint", "prompt_token_ids", "sampling", "patch_format", "media", "priority", "tenant", "cache_salt", "constraint")
+    __slots__ = ("request_id", "fingerprint", "prompt_token_ids", "sampling", "patch_format", "media", "priority", "tenant", "cache_salt", "constraint", "purpose", "pages_source", "features_source")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     FINGERPRINT_FIELD_NUMBER: _ClassVar[int]
     PROMPT_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
@@ -84,6 +115,9 @@ class GenerateHeader(_message.Message):
     TENANT_FIELD_NUMBER: _ClassVar[int]
     CACHE_SALT_FIELD_NUMBER: _ClassVar[int]
     CONSTRAINT_FIELD_NUMBER: _ClassVar[int]
+    PURPOSE_FIELD_NUMBER: _ClassVar[int]
+    PAGES_SOURCE_FIELD_NUMBER: _ClassVar[int]
+    FEATURES_SOURCE_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     fingerprint: bytes
     prompt_token_ids: _containers.RepeatedScalarFieldContainer[int]
@@ -94,7 +128,18 @@ class GenerateHeader(_message.Message):
     tenant: str
     cache_salt: str
     constraint: Constraint
-    def __init__(self, request_id: _Optional[str] = ..., fingerprint: _Optional[bytes] = ..., prompt_token_ids: _Optional[_Iterable[int]] = ..., sampling: _Optional[_Union[Sampling, _Mapping]] = ..., patch_format: _Optional[_Union[PatchFormat, _Mapping]] = ..., media: _Optional[_Iterable[_Union[MediaItem, _Mapping]]] = ..., priority: _Optional[int] = ..., tenant: _Optional[str] = ..., cache_salt: _Optional[str] = ..., constraint: _Optional[_Union[Constraint, _Mapping]] = ...) -> None: ...
+    purpose: Purpose
+    pages_source: Source
+    features_source: Source
+    def __init__(self, request_id: _Optional[str] = ..., fingerprint: _Optional[bytes] = ..., prompt_token_ids: _Optional[_Iterable[int]] = ..., sampling: _Optional[_Union[Sampling, _Mapping]] = ..., patch_format: _Optional[_Union[PatchFormat, _Mapping]] = ..., media: _Optional[_Iterable[_Union[MediaItem, _Mapping]]] = ..., priority: _Optional[int] = ..., tenant: _Optional[str] = ..., cache_salt: _Optional[str] = ..., constraint: _Optional[_Union[Constraint, _Mapping]] = ..., purpose: _Optional[_Union[Purpose, str]] = ..., pages_source: _Optional[_Union[Source, _Mapping]] = ..., features_source: _Optional[_Union[Source, _Mapping]] = ...) -> None: ...
+
+class Source(_message.Message):
+    __slots__ = ("address", "tls_name")
+    ADDRESS_FIELD_NUMBER: _ClassVar[int]
+    TLS_NAME_FIELD_NUMBER: _ClassVar[int]
+    address: str
+    tls_name: str
+    def __init__(self, address: _Optional[str] = ..., tls_name: _Optional[str] = ...) -> None: ...
 
 class Constraint(_message.Message):
     __slots__ = ("json_schema", "regex", "lark", "after_token_id", "param")
@@ -238,12 +283,14 @@ class MediaNeeds(_message.Message):
     def __init__(self, item_indices: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class Started(_message.Message):
-    __slots__ = ("queue_ms", "cached_tokens")
+    __slots__ = ("queue_ms", "cached_tokens", "transferred_tokens")
     QUEUE_MS_FIELD_NUMBER: _ClassVar[int]
     CACHED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    TRANSFERRED_TOKENS_FIELD_NUMBER: _ClassVar[int]
     queue_ms: int
     cached_tokens: int
-    def __init__(self, queue_ms: _Optional[int] = ..., cached_tokens: _Optional[int] = ...) -> None: ...
+    transferred_tokens: int
+    def __init__(self, queue_ms: _Optional[int] = ..., cached_tokens: _Optional[int] = ..., transferred_tokens: _Optional[int] = ...) -> None: ...
 
 class Tokens(_message.Message):
     __slots__ = ("token_ids", "logprobs")
@@ -280,18 +327,20 @@ class Finished(_message.Message):
     def __init__(self, reason: _Optional[_Union[FinishReason, str]] = ..., stop_token_id: _Optional[int] = ..., usage: _Optional[_Union[Usage, _Mapping]] = ...) -> None: ...
 
 class Usage(_message.Message):
-    __slots__ = ("prompt_tokens", "cached_tokens", "completion_tokens", "image_tokens", "video_tokens")
+    __slots__ = ("prompt_tokens", "cached_tokens", "completion_tokens", "image_tokens", "video_tokens", "transferred_tokens")
     PROMPT_TOKENS_FIELD_NUMBER: _ClassVar[int]
     CACHED_TOKENS_FIELD_NUMBER: _ClassVar[int]
     COMPLETION_TOKENS_FIELD_NUMBER: _ClassVar[int]
     IMAGE_TOKENS_FIELD_NUMBER: _ClassVar[int]
     VIDEO_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    TRANSFERRED_TOKENS_FIELD_NUMBER: _ClassVar[int]
     prompt_tokens: int
     cached_tokens: int
     completion_tokens: int
     image_tokens: int
     video_tokens: int
-    def __init__(self, prompt_tokens: _Optional[int] = ..., cached_tokens: _Optional[int] = ..., completion_tokens: _Optional[int] = ..., image_tokens: _Optional[int] = ..., video_tokens: _Optional[int] = ...) -> None: ...
+    transferred_tokens: int
+    def __init__(self, prompt_tokens: _Optional[int] = ..., cached_tokens: _Optional[int] = ..., completion_tokens: _Optional[int] = ..., image_tokens: _Optional[int] = ..., video_tokens: _Optional[int] = ..., transferred_tokens: _Optional[int] = ...) -> None: ...
 
 class ErrorDetail(_message.Message):
     __slots__ = ("kind", "message", "param")
@@ -336,7 +385,7 @@ class CacheEvents(_message.Message):
     def __init__(self, is_restart: _Optional[bool] = ..., epoch: _Optional[int] = ..., added: _Optional[_Iterable[int]] = ..., removed: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class Identity(_message.Message):
-    __slots__ = ("worker_id", "version", "model_name", "facts", "fingerprint", "max_context_tokens", "page_tokens")
+    __slots__ = ("worker_id", "version", "model_name", "facts", "fingerprint", "max_context_tokens", "page_tokens", "role")
     WORKER_ID_FIELD_NUMBER: _ClassVar[int]
     VERSION_FIELD_NUMBER: _ClassVar[int]
     MODEL_NAME_FIELD_NUMBER: _ClassVar[int]
@@ -344,6 +393,7 @@ class Identity(_message.Message):
     FINGERPRINT_FIELD_NUMBER: _ClassVar[int]
     MAX_CONTEXT_TOKENS_FIELD_NUMBER: _ClassVar[int]
     PAGE_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    ROLE_FIELD_NUMBER: _ClassVar[int]
     worker_id: str
     version: str
     model_name: str
@@ -351,7 +401,8 @@ class Identity(_message.Message):
     fingerprint: bytes
     max_context_tokens: int
     page_tokens: int
-    def __init__(self, worker_id: _Optional[str] = ..., version: _Optional[str] = ..., model_name: _Optional[str] = ..., facts: _Optional[_Union[ModelFacts, _Mapping]] = ..., fingerprint: _Optional[bytes] = ..., max_context_tokens: _Optional[int] = ..., page_tokens: _Optional[int] = ...) -> None: ...
+    role: WorkerRole
+    def __init__(self, worker_id: _Optional[str] = ..., version: _Optional[str] = ..., model_name: _Optional[str] = ..., facts: _Optional[_Union[ModelFacts, _Mapping]] = ..., fingerprint: _Optional[bytes] = ..., max_context_tokens: _Optional[int] = ..., page_tokens: _Optional[int] = ..., role: _Optional[_Union[WorkerRole, str]] = ...) -> None: ...
 
 class ModelFacts(_message.Message):
     __slots__ = ("model_type", "vocab_size", "image_token_id", "video_token_id", "eos_token_id", "patch_size", "temporal_patch_size", "merge_size", "max_position_embeddings")
@@ -450,3 +501,45 @@ class AccountEntry(_message.Message):
     mixed_ms: float
     note: str
     def __init__(self, phase: _Optional[str] = ..., start_ms: _Optional[float] = ..., duration_ms: _Optional[float] = ..., steps: _Optional[int] = ..., steps_ms: _Optional[float] = ..., tokens: _Optional[int] = ..., batch_tokens: _Optional[int] = ..., mixed_steps: _Optional[int] = ..., mixed_ms: _Optional[float] = ..., note: _Optional[str] = ...) -> None: ...
+
+class FetchRequest(_message.Message):
+    __slots__ = ("kind", "layout", "epoch", "keys")
+    KIND_FIELD_NUMBER: _ClassVar[int]
+    LAYOUT_FIELD_NUMBER: _ClassVar[int]
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    KEYS_FIELD_NUMBER: _ClassVar[int]
+    kind: ContentKind
+    layout: str
+    epoch: int
+    keys: _containers.RepeatedScalarFieldContainer[bytes]
+    def __init__(self, kind: _Optional[_Union[ContentKind, str]] = ..., layout: _Optional[str] = ..., epoch: _Optional[int] = ..., keys: _Optional[_Iterable[bytes]] = ...) -> None: ...
+
+class FetchResponse(_message.Message):
+    __slots__ = ("holdings", "piece")
+    HOLDINGS_FIELD_NUMBER: _ClassVar[int]
+    PIECE_FIELD_NUMBER: _ClassVar[int]
+    holdings: Holdings
+    piece: Piece
+    def __init__(self, holdings: _Optional[_Union[Holdings, _Mapping]] = ..., piece: _Optional[_Union[Piece, _Mapping]] = ...) -> None: ...
+
+class Holdings(_message.Message):
+    __slots__ = ("epoch", "indices")
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    INDICES_FIELD_NUMBER: _ClassVar[int]
+    epoch: int
+    indices: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, epoch: _Optional[int] = ..., indices: _Optional[_Iterable[int]] = ...) -> None: ...
+
+class Piece(_message.Message):
+    __slots__ = ("index", "offset", "data", "total_bytes", "sha256")
+    INDEX_FIELD_NUMBER: _ClassVar[int]
+    OFFSET_FIELD_NUMBER: _ClassVar[int]
+    DATA_FIELD_NUMBER: _ClassVar[int]
+    TOTAL_BYTES_FIELD_NUMBER: _ClassVar[int]
+    SHA256_FIELD_NUMBER: _ClassVar[int]
+    index: int
+    offset: int
+    data: bytes
+    total_bytes: int
+    sha256: bytes
+    def __init__(self, index: _Optional[int] = ..., offset: _Optional[int] = ..., data: _Optional[bytes] = ..., total_bytes: _Optional[int] = ..., sha256: _Optional[bytes] = ...) -> None: ...

@@ -151,6 +151,87 @@ class WorkerService:
             _registered_method=True)
 
 
+class TransferServiceStub:
+    """How workers hand each other what they have computed. Everything is named by a hash of all it
+    depends on, so what is fetched is what would have been computed.
+    """
+
+    def __init__(self, channel):
+        """Constructor.
+
+        Args:
+            channel: A grpc.Channel.
+        """
+        self.Fetch = channel.unary_stream(
+                '/m3stack.worker.v1.TransferService/Fetch',
+                request_serializer=m3stack_dot_worker_dot_v1_dot_worker__pb2.FetchRequest.SerializeToString,
+                response_deserializer=m3stack_dot_worker_dot_v1_dot_worker__pb2.FetchResponse.FromString,
+                _registered_method=True)
+
+
+class TransferServiceServicer:
+    """How workers hand each other what they have computed. Everything is named by a hash of all it
+    depends on, so what is fetched is what would have been computed.
+    """
+
+    def Fetch(self, request, context):
+        """Says which of the wanted contents are held, then sends them in the order they were asked for.
+        A content that goes while the call runs is left out. After a broken call the client asks for
+        what is missing.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+
+def add_TransferServiceServicer_to_server(servicer, server):
+    rpc_method_handlers = {
+            'Fetch': grpc.unary_stream_rpc_method_handler(
+                    servicer.Fetch,
+                    request_deserializer=m3stack_dot_worker_dot_v1_dot_worker__pb2.FetchRequest.FromString,
+                    response_serializer=m3stack_dot_worker_dot_v1_dot_worker__pb2.FetchResponse.SerializeToString,
+            ),
+    }
+    generic_handler = grpc.method_handlers_generic_handler(
+            'm3stack.worker.v1.TransferService', rpc_method_handlers)
+    server.add_generic_rpc_handlers((generic_handler,))
+    server.add_registered_method_handlers('m3stack.worker.v1.TransferService', rpc_method_handlers)
+
+
+ # This class is part of an EXPERIMENTAL API.
+class TransferService:
+    """How workers hand each other what they have computed. Everything is named by a hash of all it
+    depends on, so what is fetched is what would have been computed.
+    """
+
+    @staticmethod
+    def Fetch(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/m3stack.worker.v1.TransferService/Fetch',
+            m3stack_dot_worker_dot_v1_dot_worker__pb2.FetchRequest.SerializeToString,
+            m3stack_dot_worker_dot_v1_dot_worker__pb2.FetchResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+
 class AdminServiceStub:
     """What an operator may ask of a worker; no request depends on it.
     """
