@@ -63,6 +63,24 @@ class Salt:
     cache_salt: str = ""
 
 
+def root_key(salt: Salt, epoch: int, private: int | None = None) -> bytes:
+    """Where a key chain begins.
+
+    Args:
+        epoch: how often the cache had been emptied; content from before is not to be found after.
+        private: number of a request that shares nothing.
+    """
+    digest = hashlib.blake2b(digest_size=32)
+    digest.update(len(ROOT_KEY).to_bytes(4, "little") + ROOT_KEY)
+    digest.update(epoch.to_bytes(8, "little"))
+    for text in (salt.tenant, salt.cache_salt):
+        data = text.encode()
+        digest.update(len(data).to_bytes(4, "little") + data)
+    if private is not None:
+        digest.update(private.to_bytes(8, "little"))
+    return digest.digest()
+
+
 class PrefixCache:
     """Page ownership with memory: pages that nobody uses keep their content until it is needed.
 
@@ -107,6 +125,11 @@ class PrefixCache:
         return self._enabled
 
     @property
+    def epoch(self) -> int:
+        """How often all content has been forgotten."""
+        return self._epoch
+
+    @property
     def keeps(self) -> bool:
         """Whether content is registered at all."""
         return self._enabled or self._host is not None
@@ -142,16 +165,7 @@ class PrefixCache:
             salt: of the request.
             private: number of the request; keeps chains apart while nothing is shared.
         """
-        digest = hashlib.blake2b(digest_size=32)
-        digest.update(len(ROOT_KEY).to_bytes(4, "little") + ROOT_KEY)
-        # content from before a reset is not to be found after it
-        digest.update(self._epoch.to_bytes(8, "little"))
-        for text in (salt.tenant, salt.cache_salt):
-            data = text.encode()
-            digest.update(len(data).to_bytes(4, "little") + data)
-        if not self._enabled:
-            digest.update(private.to_bytes(8, "little"))
-        return digest.digest()
+        return root_key(salt, self._epoch, None if self._enabled else private)
 
     def knows(self, key: bytes) -> bool:
         """Whether the content of a page is on the device or in host memory."""

@@ -130,6 +130,11 @@ class Encoder:
         """[n, M] features of a pinned item; those of parts not yet encoded are undefined."""
         return self._features[key]
 
+    def adopt(self, key: bytes, features: Tensor) -> None:
+        """Takes over all features [n, M] of a pinned item that were encoded elsewhere."""
+        self._features[key] = features
+        self._ledger.mark_encoded(key)
+
     def drop(self, keys: Sequence[bytes]) -> None:
         """Frees the features of items that were evicted."""
         for key in keys:

@@ -21,9 +21,11 @@ from m3stack.cache.prefix import PrefixCache
 from m3stack.engine.account import Account
 from m3stack.engine.messages import (
     Abort,
+    Between,
     Cancel,
     Explain,
     ForgetPrefixes,
+    Hand,
     Message,
     Stop,
     Submit,
@@ -177,6 +179,17 @@ class Engine:
         """Calls `done` on the engine thread with a copy of a request's account, if there is one."""
         self._post(Explain(request_id, done))
 
+    def between_steps(self, work: Callable[[Hand | None], None]) -> None:
+        """Runs quick work on the engine thread between two steps.
+
+        Args:
+            work: must see to its own errors; what it raises ends the engine.
+
+        Raises:
+            WorkerError: the engine has ended.
+        """
+        self._post(Between(work))
+
     def _post(self, message: Message) -> None:
         with self._inbox_lock:
             if self._is_closed:
@@ -220,6 +233,9 @@ class Engine:
             message.done(self._pages.reset())
         elif isinstance(message, Explain):
             message.done(self._observer.explain(message.request_id))
+        elif isinstance(message, Between):
+            is_settled = self._steps.is_settled
+            message.work(Hand(self._pages, self._media, self._runner, is_settled))
         self.changed()
 
     def _accept(self, message: Submit) -> None:
@@ -297,6 +313,8 @@ class Engine:
                 message.done(0)
             elif isinstance(message, Explain):
                 message.done(None)
+            elif isinstance(message, Between):
+                message.work(None)
         self._load = dataclasses.replace(
             self._load,
             running_requests=0,

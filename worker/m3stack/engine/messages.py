@@ -5,7 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from m3stack.cache.media import MediaLedger
+from m3stack.cache.prefix import PrefixCache
 from m3stack.engine.account import Account
+from m3stack.engine.runner import Runner
 from m3stack.types import Request
 
 
@@ -34,6 +37,27 @@ class Explain:
 
 
 @dataclass(frozen=True, slots=True)
+class Hand:
+    """What work between two steps may touch, while it runs.
+
+    Attributes:
+        is_settled: whether no step is under way.
+    """
+
+    pages: PrefixCache
+    media: MediaLedger
+    runner: Runner
+    is_settled: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Between:
+    """Work for the engine thread between two steps; it is given None if there is none any more."""
+
+    work: Callable[[Hand | None], None]
+
+
+@dataclass(frozen=True, slots=True)
 class Abort:
     failure: BaseException
 
@@ -43,4 +67,4 @@ class Stop:
     pass
 
 
-Message = Submit | Cancel | ForgetPrefixes | Explain | Abort | Stop
+Message = Submit | Cancel | ForgetPrefixes | Explain | Between | Abort | Stop

@@ -103,6 +103,11 @@ class Steps:
     def has_work(self) -> bool:
         return self._scheduler.has_work or self._under_way is not None
 
+    @property
+    def is_settled(self) -> bool:
+        """Whether no step is under way."""
+        return self._under_way is None
+
     def turn(self) -> None:
         """Brings one step to its end.
 

@@ -1,0 +1,101 @@
+"""What a way of moving contents between workers must do; gRPC is one (`rpc.transfer_client`).
+
+A filling over NIXL or Mooncake reads the other worker's memory instead of a stream and gives the
+same: what the other one holds, then each content with its hash. It checks nothing; whoever takes
+contents does (`pull`).
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import AsyncGenerator
+from dataclasses import dataclass
+from enum import Enum
+from typing import Protocol
+
+
+class ContentKind(Enum):
+    """What a key names; value = proto number."""
+
+    PAGE = 1
+    FEATURES = 2
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """A worker as another one reaches it.
+
+    Attributes:
+        address: host:port.
+        tls_name: the name its certificate is for, if that is not the host.
+    """
+
+    address: str
+    tls_name: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """Contents to be fetched; fields as in `worker.proto`."""
+
+    kind: ContentKind
+    layout: str
+    epoch: int
+    keys: tuple[bytes, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Holdings:
+    """Which of the wanted keys the source holds; comes first."""
+
+    epoch: int
+    indices: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Content:
+    """One content, whole.
+
+    Attributes:
+        index: of its key among the wanted ones.
+        sha256: what the source says `content_hash` of it is.
+    """
+
+    index: int
+    data: bytes
+    sha256: bytes
+
+
+class TransferError(Exception):
+    """A transfer broke; what has come before is good.
+
+    Attributes:
+        is_final: whether asking the same source again is of no use.
+    """
+
+    def __init__(self, reason: str, *, is_final: bool = False) -> None:
+        super().__init__(reason)
+        self.is_final = is_final
+
+
+class Transport(Protocol):
+    """Fetches contents from other workers."""
+
+    def fetch(self, source: Source, wanted: Wanted) -> AsyncGenerator[Holdings | Content, None]:
+        """Holdings, then the contents that are held, in the order of their keys.
+
+        Raises:
+            TransferError: the source is gone, stands still, refuses, or says nonsense.
+        """
+        ...
+
+    async def close(self) -> None:
+        """Ends all connections."""
+        ...
+
+
+def content_hash(key: bytes, data: bytes) -> bytes:
+    """SHA-256 over key and content: one content in the place of another is noticed as well."""
+    digest = hashlib.sha256(key)
+    digest.update(data)
+    return digest.digest()
