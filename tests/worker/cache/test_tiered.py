@@ -8,11 +8,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from m3stack.cache.pool import PageShape
-from m3stack.cache.tiered import Mover, PageTier, TieredPages, TieredPool, with_tier
+from m3stack.cache.tiered import PageMoves, PageTier, TieredPages, TieredPool, with_tier
 from m3stack.checkpoints import builtin_checkpoint
 from m3stack.kernels import page_fetch, page_moves
 from m3stack.kernels.reference_table import reference_kernels
@@ -21,51 +19,85 @@ from tests.worker.support import PagedRunner, Track, load
 
 TINY = Path(builtin_checkpoint("tiny"))
 CPU = torch.device("cpu")
-PLAIN = Mover(page_moves.fetch_pages, page_moves.save_rows)
 
 
 def page_value(page: int, part: int) -> float:
     return float(1000 * part + page)
 
 
-@settings(max_examples=15, deadline=None)
-@given(
-    num_pages=st.integers(4, 30),
-    share=st.floats(0.1, 1.0),
-    seed=st.integers(0, 1 << 20),
-)
-def test_what_is_held_is_there_and_the_oldest_makes_room(
-    num_pages: int, share: float, seed: int
+def check_tables(tier: PageTier) -> set[int]:
+    """Raises unless pages and slots agree; gives the hot pages."""
+    tables = tier.tables
+    hot = {page: slot for page, slot in enumerate(tables.slot_of_P.tolist()) if slot >= 0}
+    taken = {slot: page for slot, page in enumerate(tables.page_of_N.tolist())}
+    assert len(set(hot.values())) == len(hot), "two pages in one slot"
+    assert {slot: page for slot, page in taken.items() if page < tier.num_pages} == {
+        slot: page for page, slot in hot.items()
+    }
+    assert not tables.wanted_P.any()
+    for page, slot in hot.items():
+        for group in range(tables.is_here_NG.shape[1]):
+            if tables.is_here_NG[slot, group]:
+                for part in range(2):
+                    value = page_value(page, part) + group / 4
+                    assert (tier.hot[part][slot, group] == value).all()
+    return set(hot)
+
+
+@pytest.mark.parametrize("moves", [page_moves, page_fetch], ids=["plain", "kernels"])
+@pytest.mark.parametrize(("num_pages", "share", "seed"), [(4, 1.0, 0), (17, 0.4, 1), (30, 0.8, 2)])
+def test_what_is_brought_is_there_and_old_pages_make_room(
+    moves: PageMoves, num_pages: int, share: float, seed: int
 ) -> None:
     rng = random.Random(seed)
     num_hot = max(2, int(num_pages * share))
-    tier = PageTier(torch.empty(1, 2, 3), num_pages, num_hot, PLAIN)
-    for part, host in enumerate(tier._host):
+    tier = PageTier(torch.empty(2, 2, 3), num_pages, num_hot, moves)
+    for part, host in enumerate(tier.host):
         for page in range(num_pages):
-            host[page] = page_value(page, part)
+            for group in range(2):
+                host[page, group] = page_value(page, part) + group / 4
     last_use: dict[int, int] = {}
-    missed = asked = 0
-    for step in range(20):
+    fetched = asked = 0
+    for step in range(8):
         wanted = rng.sample(range(num_pages), rng.randint(0, num_hot))
-        padded = [*wanted, *rng.choices([num_pages, *wanted], k=rng.randint(1, 4))]
-        hot_before = {page for page in range(num_pages) if tier._slot_of_P1[page] >= 0}
-        tier.hold(torch.tensor(padded))
-        asked += len(wanted)
-        missed += len(set(wanted) - hot_before)
+        choice = [[page for page in wanted if rng.random() < 0.7] for _ in range(2)]
+        wanted = sorted({*choice[0], *choice[1]})
+        width = max(map(len, choice)) + rng.randint(1, 3)
+        padded = [rng.sample([*one, *[num_pages] * (width - len(one))], width) for one in choice]
+        before = check_tables(tier)
+        tables = tier.tables
+        was_here = {
+            (page, group)
+            for page in before
+            for group in range(2)
+            if tables.is_here_NG[tables.slot_of_P[page], group]
+        }
+        tier.bring(torch.tensor(padded, dtype=torch.int32))
+        named = {(page, group) for group, pages in enumerate(choice) for page in pages}
+        asked += len(named)
+        fetched += len(named - was_here)
         last_use |= dict.fromkeys(wanted, step)
-        hot = {page for page in range(num_pages) if tier._slot_of_P1[page] >= 0}
+        hot = check_tables(tier)
         assert set(wanted) <= hot
-        assert len(hot) <= num_hot
-        slots = tier.slots_of(torch.tensor(sorted(hot), dtype=torch.int64))
-        assert len(set(slots.tolist())) == len(hot), "two pages in one slot"
-        for page, slot in zip(sorted(hot), slots.tolist(), strict=True):
-            for part in range(2):
-                assert (tier.hot[part][slot] == page_value(page, part)).all()
-        gone = hot_before - hot
-        kept = hot & hot_before - set(wanted)
-        if gone and kept:
+        for page, group in named:
+            assert tables.is_here_NG[tables.slot_of_P[page], group]
+        gone, kept = before - hot, hot & before - set(wanted)
+        if gone and kept and moves is page_moves:
             assert max(last_use[page] for page in gone) <= min(last_use[page] for page in kept)
-    assert tier.counts() == (asked, missed)
+        free = sum(page == num_pages for page in tables.page_of_N.tolist())
+        assert not gone or not free, "a page made room while there was some"
+    assert tier.counts() == (asked, fetched)
+
+
+def test_pages_in_steady_use_stay_hot_while_others_pass_by() -> None:
+    tier = PageTier(torch.empty(1, 2, 3), 100, 12, page_fetch)
+    steady = [3, 50, 7, 99]
+    for step in range(16):
+        passing = [10 + (3 * step + index) % 39 for index in range(3)]
+        tier.bring(torch.tensor([[*steady, *passing]], dtype=torch.int32))
+    asked, fetched = tier.counts()
+    assert asked == 16 * 7
+    assert fetched <= 4 + 16 * 3, "a page in steady use was fetched again"
 
 
 def tiered_runner(num_hot: int, *, num_pages: int = 64) -> PagedRunner:
@@ -90,7 +122,7 @@ def tiered_runner(num_hot: int, *, num_pages: int = 64) -> PagedRunner:
         if isinstance(layer, TieredPages):
             assert layer.tier is not None
             assert layer.k_PGBD.shape[0] == num_hot + 1
-            for host in layer.tier._host:
+            for host in layer.tier.host:
                 host.fill_(float("nan"))
     runner = PagedRunner(model, num_pages=num_pages)
     runner.cache = pool.layers
@@ -112,7 +144,7 @@ def take_over(tiered: PagedRunner, plain: PagedRunner) -> None:
         assert mine.index_k_PBD is not None
         assert theirs.index_k_PBD is not None
         mine.index_k_PBD.copy_(theirs.index_k_PBD)
-        for host, pages in zip(mine.tier._host, (theirs.k_PGBD, theirs.v_PGBD), strict=True):
+        for host, pages in zip(mine.tier.host, (theirs.k_PGBD, theirs.v_PGBD), strict=True):
             host.copy_(pages)
 
 
@@ -149,10 +181,13 @@ def test_logits_are_those_of_a_pool_that_holds_everything(spare: int) -> None:
                 assert missed > 20, "nothing was fetched twice"
 
 
-def test_padded_rows_ask_for_nothing() -> None:
-    tier = PageTier(torch.empty(1, 2, 3), 8, 4, PLAIN)
-    tier.hold(torch.full((5,), 8))
+@pytest.mark.parametrize("moves", [page_moves, page_fetch], ids=["plain", "kernels"])
+def test_padded_rows_ask_for_nothing(moves: PageMoves) -> None:
+    tier = PageTier(torch.empty(1, 2, 3), 8, 4, moves)
+    tier.bring(torch.full((1, 5), 8, dtype=torch.int32))
+    assert tier.rows_to_write(torch.full((3,), -1), 2).tolist() == [-1, -1, -1]
     assert tier.counts() == (0, 0)
+    assert not check_tables(tier)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -162,16 +197,63 @@ def test_the_kernels_move_what_plain_indexing_moves(dtype: torch.dtype) -> None:
     def draw(*shape: int) -> torch.Tensor:
         return torch.randn(shape, generator=generator).to(dtype)
 
-    host, hot = draw(9, 2, 8, 24), draw(5, 2, 8, 24)
-    pages, slots = torch.tensor([3, 9, 8, 9]), torch.tensor([4, 0, 1, 2])
-    expected, given = hot.clone(), hot.clone()
-    page_moves.fetch_pages(host, expected, pages, slots)
-    page_fetch.fetch_pages(host, given, pages, slots)
-    assert given.equal(expected)
-    assert not given.equal(hot)
-    rows, hot_rows = torch.tensor([0, 71, -1, 35]), torch.tensor([39, 3, -1, 17])
-    expected, given = host.clone(), host.clone()
-    page_moves.save_rows(expected, hot, rows, hot_rows)
-    page_fetch.save_rows(given, hot, rows, hot_rows)
-    assert given.equal(expected)
-    assert not given.equal(host)
+    given: list[PageTier] = []
+    host, hot = [draw(9, 2, 8, 24) for _ in range(2)], [draw(6, 2, 8, 24) for _ in range(2)]
+    for moves in (page_moves, page_fetch):
+        tier = PageTier(torch.empty(2, 8, 24, dtype=dtype), 9, 5, moves)
+        for target, source in zip((*tier.host, *tier.hot), (*host, *hot), strict=True):
+            target.copy_(source)
+        rows = torch.tensor([0, 71, -1, 35])
+        hot_rows = tier.rows_to_write(rows, 8)
+        assert (hot_rows < 0).tolist() == [False, False, True, False]
+        tier.save(rows, hot_rows)
+        given.append(tier)
+        for row, hot_row in zip(rows.tolist(), hot_rows.tolist(), strict=True):
+            for kept, written in zip(tier.host, tier.hot, strict=True):
+                if row >= 0:
+                    there = kept[row // 8, :, row % 8]
+                    assert there.equal(written[hot_row // 8, :, hot_row % 8])
+    for kept, source in zip(given[1].host, host, strict=True):
+        changed = (kept != source).any(-1).any(1)
+        assert changed.nonzero().tolist() == [[0, 0], [4, 3], [8, 7]]
+
+
+def test_the_kernels_look_up_what_plain_indexing_looks_up() -> None:
+    generator = torch.Generator().manual_seed(5)
+    blocks = torch.randint(-1, 6, (2, 3, 4), generator=generator, dtype=torch.int32)
+    table = torch.randint(0, 20, (3, 6), generator=generator, dtype=torch.int32)
+    wild = table.clone()
+    wild[1, 2:] = 1 << 30
+    tiers = [PageTier(torch.empty(1, 2, 3), 20, 7, moves) for moves in (page_moves, page_fetch)]
+    for seqs in (None, torch.tensor([2, 0, 0])):
+        plain, kernels = (tier.pages_of(blocks, table, seqs) for tier in tiers)
+        assert plain.equal(kernels)
+    for tier in tiers:
+        tier.bring(torch.tensor([[4, 11, 2]], dtype=torch.int32))
+        slots = tier.hot_table(wild)
+        for page, slot in zip(wild.flatten().tolist(), slots.flatten().tolist(), strict=True):
+            assert slot == (tier.tables.slot_of_P[page] if page in (4, 11, 2) else 7)
+
+
+@pytest.mark.gpu
+def test_logits_on_a_gpu_are_those_of_a_pool_that_holds_everything() -> None:
+    device = torch.device("cuda")
+    generator = torch.Generator().manual_seed(6)
+    shape = (96, 4, 128, 64)
+    plain = PageTier(torch.empty(shape[1:]), 96, 30, page_moves)
+    kernels = PageTier(torch.empty(shape[1:], device=device), 96, 30, page_fetch)
+    for one, other in zip(plain.host, kernels.host, strict=True):
+        one.copy_(torch.randn(shape, generator=generator))
+        other.copy_(one)
+    for _ in range(50):
+        pages = torch.randint(0, 97, (4, 7), generator=generator, dtype=torch.int32)
+        for tier in (plain, kernels):
+            tier.bring(pages.to(tier.tables.slot_of_P.device))
+            table = tier.hot_table(pages.to(tier.tables.slot_of_P.device)).long().cpu()
+            for group in range(4):
+                is_page = pages[group] < 96
+                for kept, hot in zip(tier.host, tier.hot, strict=True):
+                    there = hot.cpu()[table[group][is_page], group]
+                    assert there.equal(kept[pages[group][is_page].long(), group])
+    assert kernels.counts()[0] == plain.counts()[0]
+    assert kernels.counts()[1] <= 1.3 * plain.counts()[1]

@@ -2,8 +2,9 @@
 
 A sparse layer reads the index keys of every page and the keys and values of the few it chooses.
 Here the former stay on the device for all pages and the latter for the pages used last. One page
-id stands for both; where its K and V are is this file's business alone. All bookkeeping is tensor
-work on the device, so that the host never waits for a choice.
+id stands for both; where its K and V are is this file's business alone. A page gets a hot slot as a
+whole and is fetched by KV group, as groups choose it. All bookkeeping is work of the device, so
+that the host never waits for a choice and a recorded step can hold it.
 """
 
 from __future__ import annotations
@@ -17,20 +18,29 @@ from torch import Tensor
 from m3stack.cache.pool import KvPool, PageShape
 from m3stack.kernels import page_moves
 from m3stack.kernels.interface import HeadNorms, Kernels, LayerPages, PagedRows
+from m3stack.kernels.page_moves import HotTables, Parts
 
 
-class MovePages(Protocol):
-    """`kernels.page_fetch`, or what it means."""
+class PageMoves(Protocol):
+    """The operations of `kernels.page_moves`, or of `kernels.page_fetch`, which does the same."""
 
-    def __call__(self, host: Tensor, hot: Tensor, sources: Tensor, targets: Tensor, /) -> None: ...
+    def place_pages(self, tables: HotTables, pages_M: Tensor, /) -> None: ...
 
+    def fetch_parts(
+        self, tables: HotTables, host: Parts, hot: Parts, pages_GM: Tensor, /
+    ) -> None: ...
 
-@dataclass(frozen=True, slots=True)
-class Mover:
-    """How pages and rows travel."""
+    def save_rows(
+        self, host: Parts, hot: Parts, slots_T: Tensor, hot_rows_T: Tensor, /
+    ) -> None: ...
 
-    fetch_pages: MovePages
-    save_rows: MovePages
+    def chosen_pages(
+        self, blocks_GTK: Tensor, table_SJ: Tensor, seq_T: Tensor | None, num_pages: int, /
+    ) -> Tensor: ...
+
+    def table_slots(self, tables: HotTables, table_SJ: Tensor, /) -> Tensor: ...
+
+    def row_slots(self, tables: HotTables, slots_T: Tensor, tokens: int, /) -> Tensor: ...
 
 
 class PageTier:
@@ -39,87 +49,58 @@ class PageTier:
     Args:
         like: what a page of K holds, [G, B, D], on the device.
         num_pages, num_hot: P pages in all and N hot slots.
-        mover: how pages travel; on a GPU it needs pinned host memory, which this takes.
+        moves: how pages travel; on a GPU it needs pinned host memory, which this takes.
     """
 
-    def __init__(self, like: Tensor, num_pages: int, num_hot: int, mover: Mover) -> None:
+    def __init__(self, like: Tensor, num_pages: int, num_hot: int, moves: PageMoves) -> None:
         assert 0 < num_hot <= num_pages
         device, is_cuda = like.device, like.device.type == "cuda"
         self.num_pages, self.num_hot = num_pages, num_hot
-        self._mover = mover
+        self._moves = moves
 
         def make(count: int, where: torch.device, pinned: bool) -> Tensor:
             size = (count, *like.shape)
             return torch.empty(size, dtype=like.dtype, device=where, pin_memory=pinned)
 
         # one slot more, never in use: what stands for pages that are not here reads as zeros
-        self.hot = tuple(make(num_hot + 1, device, False) for _ in range(2))
+        self.hot: Parts = (make(num_hot + 1, device, False), make(num_hot + 1, device, False))
         for part in self.hot:
             part[num_hot:].zero_()
-        self._host = tuple(make(num_pages, torch.device("cpu"), is_cuda) for _ in range(2))
-        # entry P of tables by page is a sink: it belongs to no page
-        self._slot_of_P1 = torch.full((num_pages + 1,), -1, dtype=torch.int64, device=device)
-        self._page_of_N = torch.full((num_hot,), num_pages, dtype=torch.int64, device=device)
-        self._used_at_N = torch.zeros(num_hot, dtype=torch.int64, device=device)
-        self._clock = torch.zeros((), dtype=torch.int64, device=device)
-        self._ids_P1 = torch.arange(num_pages + 1, device=device)
-        self._asked = torch.zeros((), dtype=torch.int64, device=device)
-        self._missed = torch.zeros((), dtype=torch.int64, device=device)
+        cpu = torch.device("cpu")
+        self.host: Parts = (make(num_pages, cpu, is_cuda), make(num_pages, cpu, is_cuda))
+        self.tables = HotTables.empty(num_pages, num_hot, like.shape[0], device)
 
     @property
     def host_bytes(self) -> int:
-        return sum(part.numel() * part.element_size() for part in self._host)
+        return sum(part.numel() * part.element_size() for part in self.host)
 
     def counts(self) -> tuple[int, int]:
-        """Pages asked for so far, and those of them that were fetched; waits for the device."""
-        return int(self._asked), int(self._missed)
+        """Parts of pages asked for so far, and those that were fetched; waits for the device."""
+        asked, fetched = self.tables.counts_2.tolist()
+        return asked, fetched
 
-    def hold(self, pages_M: Tensor) -> None:
-        """Makes pages hot, in the place of those not asked for the longest.
+    def rows_to_write(self, slots_T: Tensor, tokens: int) -> Tensor:
+        """Where a step's rows go in the hot slots, which their pages get; see `row_slots`."""
+        pages_T = torch.where(slots_T >= 0, slots_T // tokens, self.num_pages)
+        self._moves.place_pages(self.tables, pages_T)
+        return self._moves.row_slots(self.tables, slots_T, tokens)
 
-        Args:
-            pages_M: int64, P where there is none; at most N different ones.
-        """
-        most = min(pages_M.shape[0], self.num_hot)
-        self._clock += 1
-        wanted_P1 = torch.zeros_like(self._slot_of_P1, dtype=torch.bool)
-        wanted_P1.index_fill_(0, pages_M, True)
-        wanted_P1[self.num_pages :].fill_(False)
-        is_wanted_N = wanted_P1.index_select(0, self._page_of_N)
-        self._used_at_N.copy_(torch.where(is_wanted_N, self._clock, self._used_at_N))
-        missing_P1 = wanted_P1 & (self._slot_of_P1 < 0)
-        # the missing ones side by side: each goes to its rank, all others behind the list
-        rank_P1 = torch.where(missing_P1, missing_P1.cumsum(0) - 1, most)
-        listed = torch.full((most + 1,), self.num_pages, device=pages_M.device)
-        listed.scatter_(0, rank_P1, self._ids_P1)
-        page_m = listed[:most]
-        num_missing = missing_P1.sum()
-        is_page_m = self._ids_P1[:most] < num_missing
-        page_m = torch.where(is_page_m, page_m, self.num_pages)
-        # wanted slots were used just now, so the first ones here are not wanted
-        slot_m = self._used_at_N.argsort(stable=True)[:most]
-        old_m = self._page_of_N.index_select(0, slot_m)
-        sink = torch.where(is_page_m, old_m, self.num_pages)
-        self._slot_of_P1.index_fill_(0, sink, -1)
-        self._slot_of_P1.index_copy_(0, page_m, slot_m)
-        self._slot_of_P1[self.num_pages :].fill_(-1)
-        self._page_of_N.index_copy_(0, slot_m, torch.where(is_page_m, page_m, old_m))
-        used_m = self._used_at_N.index_select(0, slot_m)
-        self._used_at_N.index_copy_(0, slot_m, torch.where(is_page_m, self._clock, used_m))
-        for host, hot in zip(self._host, self.hot, strict=True):
-            self._mover.fetch_pages(host, hot, page_m, slot_m)
-        self._asked += wanted_P1.sum()
-        self._missed += num_missing
-
-    def slots_of(self, pages: Tensor) -> Tensor:
-        """Hot slots of pages, int64; of those that are not hot, a slot of zeros."""
-        slots = self._slot_of_P1[pages]
-        return torch.where(slots < 0, self.num_hot, slots)
-
-    def save(self, slots_T: Tensor, hot_slots_T: Tensor) -> None:
+    def save(self, slots_T: Tensor, hot_rows_T: Tensor) -> None:
         """Takes rows that were written to hot slots into host memory."""
-        for host, hot in zip(self._host, self.hot, strict=True):
-            self._mover.save_rows(host, hot, slots_T, hot_slots_T)
+        self._moves.save_rows(self.host, self.hot, slots_T, hot_rows_T)
+
+    def pages_of(self, blocks_GTK: Tensor, table_SJ: Tensor, seq_T: Tensor | None) -> Tensor:
+        """See `page_moves.chosen_pages`."""
+        return self._moves.chosen_pages(blocks_GTK, table_SJ, seq_T, self.num_pages)
+
+    def bring(self, pages_GM: Tensor) -> None:
+        """Makes pages hot for the groups that ask for them; at most N different ones."""
+        self._moves.place_pages(self.tables, pages_GM)
+        self._moves.fetch_parts(self.tables, self.host, self.hot, pages_GM)
+
+    def hot_table(self, table_SJ: Tensor) -> Tensor:
+        """A page table over the hot slots; a slot of zeros stands for what is not hot."""
+        return self._moves.table_slots(self.tables, table_SJ)
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,7 +125,7 @@ class TieredPool(KvPool):
         *,
         num_hot: int,
     ) -> None:
-        mover = mover_for(device)
+        moves = moves_for(device)
         # one page of everything: what is wanted of it is the index keys' form
         super().__init__(shape, 1, device)
         self.num_pages = num_pages
@@ -159,7 +140,7 @@ class TieredPool(KvPool):
             if layer.index_k_PBD is None:
                 layers.append(KvPool(dense, num_pages, device).layers[0])
                 continue
-            tier = PageTier(like, num_pages, num_hot, mover)
+            tier = PageTier(like, num_pages, num_hot, moves)
             layers.append(
                 TieredPages(
                     k_PGBD=tier.hot[0],
@@ -172,14 +153,14 @@ class TieredPool(KvPool):
         self.layers = tuple(layers)
 
 
-def mover_for(device: torch.device) -> Mover:
+def moves_for(device: torch.device) -> PageMoves:
     """How pages travel to and from a device."""
     if device.type == "cpu":
-        return Mover(page_moves.fetch_pages, page_moves.save_rows)
+        return page_moves
     # Triton is there only where there is a GPU
     from m3stack.kernels import page_fetch
 
-    return Mover(page_fetch.fetch_pages, page_fetch.save_rows)
+    return page_fetch
 
 
 def _grown(one: Tensor | None, num_pages: int) -> Tensor | None:
@@ -217,15 +198,10 @@ def with_tier(kernels: Kernels) -> Kernels:
         tier = pages.tier if isinstance(pages, TieredPages) else None
         if tier is None:
             return kernels.attention_prologue(*given, slots_T, pages, index_slots_T)
-        tokens = pages.k_PGBD.shape[2]
-        is_row_T = slots_T >= 0
-        page_T = torch.where(is_row_T, slots_T // tokens, tier.num_pages)
-        tier.hold(page_T)
-        hot_slots_T = tier.slots_of(page_T) * tokens + slots_T % tokens
-        hot_slots_T = torch.where(is_row_T, hot_slots_T, -1)
+        hot_rows_T = tier.rows_to_write(slots_T, pages.k_PGBD.shape[2])
         index_slots_T = slots_T if index_slots_T is None else index_slots_T
-        out = kernels.attention_prologue(*given, hot_slots_T, pages, index_slots_T)
-        tier.save(slots_T, hot_slots_T)
+        out = kernels.attention_prologue(*given, hot_rows_T, pages, index_slots_T)
+        tier.save(slots_T, hot_rows_T)
         return out
 
     def block_attention(
@@ -237,24 +213,33 @@ def with_tier(kernels: Kernels) -> Kernels:
         groups, num_tokens, num_blocks = blocks_GTK.shape
         # so many rows cannot choose more pages than there are slots
         size = max(1, tier.num_hot // (groups * num_blocks))
-        table_SJ = rows.page_table_SJ.long().clamp(0, tier.num_pages - 1)
-        row_T = torch.arange(num_tokens, device=q_THD.device)
-        seq_T = torch.searchsorted(rows.query_start_S1[1:].long(), row_T, right=True)
-        # rows behind the last sequence belong to none, and choose nothing
-        seq_T = seq_T.clamp(max=table_SJ.shape[0] - 1)
-        page_GTK = table_SJ[seq_T[None, :, None], blocks_GTK.long().clamp(min=0)]
-        page_GTK = torch.where(blocks_GTK < 0, tier.num_pages, page_GTK)
+        seq_T = _sequence_of_rows(rows, num_tokens)
         parts: list[Tensor] = []
         for first in range(0, num_tokens, size):
             last = min(first + size, num_tokens)
-            tier.hold(page_GTK[:, first:last].reshape(-1))
-            hot_SJ = tier.slots_of(table_SJ).to(torch.int32)
-            part = _part_of(replace(rows, page_table_SJ=hot_SJ), first, last, num_tokens)
             blocks = blocks_GTK[:, first:last].contiguous()
+            if seq_T is None:
+                of_rows = rows.page_table_SJ[first:last]
+                tier.bring(tier.pages_of(blocks, of_rows, None))
+            else:
+                tier.bring(tier.pages_of(blocks, rows.page_table_SJ, seq_T[first:last]))
+            hot_SJ = tier.hot_table(rows.page_table_SJ)
+            part = _part_of(replace(rows, page_table_SJ=hot_SJ), first, last, num_tokens)
             parts.append(kernels.block_attention(q_THD[first:last], pages, blocks, part, scale))
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
     return replace(kernels, attention_prologue=attention_prologue, block_attention=block_attention)
+
+
+def _sequence_of_rows(rows: PagedRows, num_tokens: int) -> Tensor | None:
+    """int64 [T]; None where row t is the only one of sequence t."""
+    num_sequences = rows.seq_lens_S.shape[0]
+    if rows.max_query_len == 1 and num_tokens == num_sequences:
+        return None
+    row_T = torch.arange(num_tokens, device=rows.seq_lens_S.device)
+    seq_T = torch.searchsorted(rows.query_start_S1[1:].long(), row_T, right=True)
+    # rows behind the last sequence belong to none, and choose nothing
+    return seq_T.clamp(max=num_sequences - 1)
 
 
 def _part_of(rows: PagedRows, first: int, last: int, num_tokens: int) -> PagedRows:
