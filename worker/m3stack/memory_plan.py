@@ -32,16 +32,17 @@ Kind = TypeVar("Kind", bound=Enum)
 
 
 class KvFormat(Enum):
-    """Bytes a value of the cache: (keys and values, index keys)."""
+    """Bytes a value of the cache: (keys and values of sparse layers, of dense ones, index keys)."""
 
     BF16 = "bf16"
     FP8 = "fp8"
-    """Keys and values in fp8, index keys in bf16."""
+    """Keys and values of sparse layers in fp8, as the worker keeps them; all else in bf16."""
     FP8_ALL = "fp8-all"
+    """Everything in fp8, which the worker does not offer; published pool sizes know it."""
 
     @property
-    def value_bytes(self) -> tuple[int, int]:
-        return {"bf16": (2, 2), "fp8": (1, 2), "fp8-all": (1, 1)}[self.value]
+    def value_bytes(self) -> tuple[int, int, int]:
+        return {"bf16": (2, 2, 2), "fp8": (1, 2, 2), "fp8-all": (1, 1, 1)}[self.value]
 
 
 @dataclass(frozen=True, slots=True)
@@ -195,10 +196,12 @@ def kv_bytes_per_token(
     config: M3Config, kv: KvFormat, gpus: int, *, shard_index_keys: bool = False
 ) -> int:
     """Bytes of cache of one token on each GPU; the one index key stands on all of them, or once."""
-    value_bytes, index_bytes = kv.value_bytes
+    sparse_bytes, dense_bytes, index_bytes = kv.value_bytes
     heads = max(1, config.num_kv_heads // gpus)
-    keys_and_values = config.num_layers * 2 * heads * config.head_dim * value_bytes
-    index_keys = sum(config.sparse_layers) * config.index_dim * index_bytes
+    num_sparse = sum(config.sparse_layers)
+    all_bytes = num_sparse * sparse_bytes + (config.num_layers - num_sparse) * dense_bytes
+    keys_and_values = 2 * heads * config.head_dim * all_bytes
+    index_keys = num_sparse * config.index_dim * index_bytes
     return keys_and_values + (-(-index_keys // gpus) if shard_index_keys else index_keys)
 
 
