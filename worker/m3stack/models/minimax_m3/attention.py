@@ -72,6 +72,27 @@ class SelfAttention(nn.Module):
         self.in_proj = TextLinear(kernels, place, config.hidden_size, sum(widths))
         self.out_proj = TextLinear(kernels, place, queries, config.hidden_size)
 
+    @property
+    def is_sparse(self) -> bool:
+        """Whether it attends to chosen blocks only."""
+        return self._is_sparse
+
+    @property
+    def num_groups(self) -> int:
+        """KV heads of this rank."""
+        return self._config.num_kv_heads
+
+    @property
+    def query_width(self) -> int:
+        """Columns of the output projection."""
+        return self._widths[0]
+
+    @property
+    def value_rows(self) -> slice:
+        """The rows of `in_proj` that give the values, KV head by KV head."""
+        first = self._widths[0] + self._widths[1]
+        return slice(first, first + self._widths[2])
+
     def forward(self, x_TM: Tensor, step: StepRows, pages: LayerPages) -> Tensor:
         """Writes the rows' keys and values into the cache, then attends.
 
