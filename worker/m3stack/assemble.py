@@ -18,6 +18,7 @@ from m3stack.cache.pool import KvPool
 from m3stack.cache.prefix import PrefixCache
 from m3stack.cache.tiered import with_tier
 from m3stack.config import WorkerConfig
+from m3stack.contents import Contents, RankParts, contents_of, follower_port
 from m3stack.engine.budget import SchedulerLimits
 from m3stack.engine.constraints import ConstraintBook
 from m3stack.engine.encoder import Encoder, FeatureBook, FollowerBook
@@ -38,6 +39,7 @@ from m3stack.kernels.select import build_kernels
 from m3stack.kernels.shape import KernelShape
 from m3stack.layers import Place
 from m3stack.models.minimax_m3.config import M3Config
+from m3stack.models.minimax_m3.e4m3_values import fold_value_scales
 from m3stack.models.minimax_m3.model import M3Model
 from m3stack.models.minimax_m3.random_weights import random_model
 from m3stack.models.minimax_m3.ranks import Rank, tensor_rank
@@ -85,6 +87,7 @@ class Assembly:
     Attributes:
         limits: what requests must agree with.
         constraints: compiles and follows output constraints; whoever takes the assembly closes it.
+        contents: what other workers may fetch of it; None: nothing.
         group: the other ranks of a tensor-parallel worker; whoever takes the assembly stops it.
     """
 
@@ -92,6 +95,7 @@ class Assembly:
     settings: EngineSettings
     limits: ModelLimits
     constraints: ConstraintBook
+    contents: Contents | None = None
     group: RankGroup | None = None
 
 
@@ -134,7 +138,9 @@ def build_follower(
     runner = _runner(
         model, pool, host_pool, encoder, forward=model.forward, sampler=None, peers=peers
     )
-    return FollowerRunner(runner, book)
+    rank = place_of(config, mesh.rank)
+    port = follower_port(model_config, RankParts(pool, encoder, rank, hardware.device), peers)
+    return FollowerRunner(runner, book, port.obey)
 
 
 @dataclass(frozen=True, slots=True)
@@ -206,7 +212,14 @@ def _assemble_leader(config: WorkerConfig, ground: Ground, around: Surroundings)
         page_bytes=pool.shape.bytes_per_page,
     )
     request_limits = model_limits(model_config, context, hardware.dtype)
-    return Assembly(parts, settings, request_limits, constraints, group)
+    contents = contents_of(
+        config,
+        model_config,
+        RankParts(pool, encoder, place_of(config, 0), hardware.device),
+        send=None if group is None else group.send,
+        peers=None if group is None else GroupPeers(group.joined.control),
+    )
+    return Assembly(parts, settings, request_limits, constraints, contents, group)
 
 
 def _load(
@@ -242,6 +255,8 @@ def _load(
             mesh=mesh,
             rank=rank,
         )
+    if config.kv_dtype == "fp8":
+        fold_value_scales(model)
     if hardware.device.type == "cpu":
         _set_threads(config, model)
     return model

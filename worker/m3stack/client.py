@@ -20,7 +20,16 @@ import grpc
 from m3stack.errors import ErrorKind, WorkerError
 from m3stack.rpc import convert
 from m3stack.rpc.tls import channel_credentials
-from m3stack.types import Event, Load, MediaItem, Request, Sampling, WorkerState
+from m3stack.types import (
+    WHOLE,
+    Event,
+    Load,
+    MediaItem,
+    Request,
+    Sampling,
+    Stage,
+    WorkerState,
+)
 from m3stack.worker.v1 import worker_pb2 as pb
 from m3stack.worker.v1 import worker_pb2_grpc as pb_grpc
 
@@ -168,13 +177,14 @@ class AsyncWorkerClient:
             ) from None
 
     async def generate(
-        self, request: Request, *, fingerprint: bytes = b""
+        self, request: Request, *, fingerprint: bytes = b"", stage: Stage = WHOLE
     ) -> AsyncGenerator[Event, None]:
         """Events of a request, the last one Finished; leaving the loop cancels it.
 
         Args:
             request: media items bring their patches; those the worker holds are not sent.
             fingerprint: of the model the prompt was prepared for; empty leaves it unchecked.
+            stage: what is wanted, and where parts of it may be had.
 
         Raises:
             WorkerError: the request failed; its kind says why.
@@ -182,7 +192,7 @@ class AsyncWorkerClient:
         call = self._stub.Generate()
         upload: asyncio.Task[None] | None = None
         try:
-            header = convert.header_to_proto(request, fingerprint)
+            header = convert.header_to_proto(request, fingerprint, stage)
             # a refused header ends the call while we write: the reason comes with the reading
             with suppress(asyncio.InvalidStateError):
                 await call.write(pb.GenerateRequest(header=header))
@@ -267,11 +277,11 @@ class WorkerClient:
         raise WorkerError(ErrorKind.WORKER_UNAVAILABLE, "the worker ended its report at once")
 
     def generate(
-        self, request: Request, *, fingerprint: bytes = b""
+        self, request: Request, *, fingerprint: bytes = b"", stage: Stage = WHOLE
     ) -> Generator[Event, None, None]:
         """As `AsyncWorkerClient.generate`."""
         outbox: queue.SimpleQueue[pb.GenerateRequest | None] = queue.SimpleQueue()
-        header = convert.header_to_proto(request, fingerprint)
+        header = convert.header_to_proto(request, fingerprint, stage)
         outbox.put(pb.GenerateRequest(header=header))
         if not request.media:
             outbox.put(None)

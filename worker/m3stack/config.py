@@ -31,6 +31,7 @@ LOG_LEVELS = ("debug", "info", "warn", "warning", "error")
 DTYPES = ("auto", "float32", "bfloat16")
 INDEX_COPIES = ("none", "int8")
 KV_DTYPES = ("auto", "fp8")
+ROLES = ("all", "encode", "prefill", "decode")
 
 
 def _setting(default: Any, help_text: str, check: Callable[[Any], str | None]) -> Any:
@@ -60,6 +61,12 @@ class WorkerConfig:
     )
     log_level: str = _setting("info", "debug, info, warn or error", one_of(LOG_LEVELS))
     listen: str = _setting("127.0.0.1:50051", "gRPC address; port 0 picks a free one", address)
+    role: str = _setting(
+        "all",
+        "all; or one part of the work, for fleets that divide it: encode (media only, no text "
+        "model), prefill (prompts, for others to fetch), decode (answers, from prompts it fetches)",
+        one_of(ROLES),
+    )
     tls_dir: str = _setting(
         "",
         "serve gRPC by TLS with tls.crt and tls.key of this directory; ca.crt there: only to "
@@ -342,7 +349,20 @@ def _check_together(config: WorkerConfig) -> None:
             f"hot_pages is {config.hot_pages}, which goes neither with tensor_parallel "
             f"{config.tensor_parallel} nor with host_cache_bytes {config.host_cache_bytes}"
         )
+    if config.role in ("prefill", "decode") and not config.prefix_cache:
+        raise StartupError(
+            f"role is {config.role}, which works through the prefix cache; prefix_cache is off"
+        )
+    if config.role != "all" and config.hot_pages:
+        raise StartupError(
+            f"hot_pages is {config.hot_pages}, which does not go with role {config.role}"
+        )
     ranks = config.tensor_parallel
+    if config.role == "encode" and ranks > 1:
+        raise StartupError(
+            f"tensor_parallel is {ranks}, but the vision tower is not split: run that many workers "
+            "of role encode instead"
+        )
     if ranks % config.expert_parallel:
         raise StartupError(
             f"expert_parallel is {config.expert_parallel}, expected a divisor of tensor_parallel "

@@ -38,7 +38,8 @@ from m3stack.rpc.sessions import SessionTable
 from m3stack.rpc.status import StatusBoard
 from m3stack.rpc.tls import server_credentials
 from m3stack.telemetry import WorkerMetrics, set_up_logging
-from m3stack.types import WorkerState
+from m3stack.transfers import Transfers
+from m3stack.types import Role, WorkerState
 from m3stack.vllm_names import VllmNames
 from m3stack.worker.v1 import worker_pb2 as pb
 from m3stack.worker.v1 import worker_pb2_grpc as pb_grpc
@@ -48,6 +49,7 @@ _log = logging.getLogger(__name__)
 EXIT_DRAINED, EXIT_FAILED, EXIT_CUT = 0, 1, 3
 SERVICE_NAME = pb.DESCRIPTOR.services_by_name["WorkerService"].full_name
 ADMIN_NAME = pb.DESCRIPTOR.services_by_name["AdminService"].full_name
+TRANSFER_NAME = pb.DESCRIPTOR.services_by_name["TransferService"].full_name
 MAX_MESSAGE_BYTES = 16 << 20
 # how long calls get to deliver their last message once everything has ended
 FAREWELL_S = 2.0
@@ -136,7 +138,13 @@ class _Worker:
             ServiceSettings(
                 max_waiting_requests=self._config.max_waiting_requests,
                 upload_timeout_s=self._config.upload_timeout_s,
+                role=Role[self._config.role.upper()],
             ),
+        )
+        self._transfers = Transfers(
+            self._config.tls_dir,
+            page_tokens=self._model_config.block_tokens,
+            book=self._metrics,
         )
         self._engine_ended = asyncio.get_running_loop().create_future()
         self._catch_signals()
@@ -149,6 +157,7 @@ class _Worker:
         finally:
             self._board.close()
             await server.stop(FAREWELL_S)
+            await self._transfers.close()
             if metrics_server is not None:
                 await asyncio.to_thread(metrics_server.shutdown)
                 metrics_server.server_close()
@@ -214,7 +223,8 @@ class _Worker:
         gc.collect()
         gc.freeze()
         engine.start()
-        self._service.open_for(engine, assembly.limits, assembly.constraints.compiler)
+        puller = self._transfers.open_for(engine, assembly.contents)
+        self._service.open_for(engine, assembly.limits, assembly.constraints.compiler, puller)
         self._admin.open_for(engine)
         return engine
 
@@ -281,9 +291,16 @@ class _Worker:
         server = grpc.aio.server(options=_SERVER_OPTIONS)
         pb_grpc.add_WorkerServiceServicer_to_server(self._service, server)
         pb_grpc.add_AdminServiceServicer_to_server(self._admin, server)
+        pb_grpc.add_TransferServiceServicer_to_server(self._transfers.service, server)
         health_pb2_grpc.add_HealthServicer_to_server(self._health, server)
         await self._set_health(is_serving=False)
-        names = (SERVICE_NAME, ADMIN_NAME, "grpc.health.v1.Health", reflection.SERVICE_NAME)
+        names = (
+            SERVICE_NAME,
+            ADMIN_NAME,
+            TRANSFER_NAME,
+            "grpc.health.v1.Health",
+            reflection.SERVICE_NAME,
+        )
         reflection.enable_server_reflection(names, server)
         tls_dir = self._config.tls_dir
         credentials = server_credentials(Path(tls_dir)) if tls_dir else None
@@ -342,6 +359,7 @@ class _Worker:
             fingerprint=facts.fingerprint(),
             max_context_tokens=max_context_tokens,
             page_tokens=self._model_config.block_tokens,
+            role=f"WORKER_ROLE_{self._config.role.upper()}",  # type: ignore[arg-type]
         )
 
     def _load_progress(self, bar: TransferProgress | None) -> Callable[[int, int], None]:

@@ -53,6 +53,7 @@ class WorkerMetrics:
         self._define_latencies()
         self._define_steps()
         self._define_memory()
+        self._define_transfers()
 
     def _define_requests(self) -> None:
         reg = self.registry
@@ -96,6 +97,30 @@ class WorkerMetrics:
             "Prompt tokens accepted and not yet computed.",
             registry=reg,
         )
+
+    def _define_transfers(self) -> None:
+        reg = self.registry
+        self._transfers = Counter(
+            "m3stack_worker_transfers",
+            "Transfers from other workers, by outcome: whole, partial, failed, or corrupt (damaged "
+            "on the way).",
+            ["outcome"],
+            registry=reg,
+        )
+        self._transferred_bytes = Counter(
+            "m3stack_worker_transferred_bytes",
+            "Bytes of pages and features taken in from other workers.",
+            ["kind"],
+            registry=reg,
+        )
+
+    def transferred(self, kind: str, num_bytes: int) -> None:
+        """Pages or features have come from another worker."""
+        self._transferred_bytes.labels(kind).inc(num_bytes)
+
+    def transfer_ended(self, outcome: str) -> None:
+        """Everything that could be had of another worker is here."""
+        self._transfers.labels(outcome).inc()
 
     def _define_latencies(self) -> None:
         reg = self.registry

@@ -197,6 +197,58 @@ class WorkerState(Enum):
     DRAINING = 3
 
 
+class Role(Enum):
+    """What a worker does; value = proto number."""
+
+    ALL = 1
+    ENCODE = 2
+    PREFILL = 3
+    DECODE = 4
+
+
+class Purpose(Enum):
+    """What a request wants of a worker; value = proto number."""
+
+    ANSWER = 0
+    PREFILL = 1
+    ENCODE = 2
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """A worker as another one reaches it.
+
+    Attributes:
+        address: host:port.
+        tls_name: the name its certificate is for, if that is not the host.
+    """
+
+    address: str
+    tls_name: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Stage:
+    """A request's place in a fleet that divides the work.
+
+    Attributes:
+        purpose: what is wanted of this worker.
+        pages, features: who may hold what has been computed of it.
+    """
+
+    purpose: Purpose = Purpose.ANSWER
+    pages: Source | None = None
+    features: Source | None = None
+
+    @property
+    def is_silent(self) -> bool:
+        """Whether nobody wants the tokens."""
+        return self.purpose is not Purpose.ANSWER
+
+
+WHOLE = Stage()
+
+
 @dataclass(frozen=True, slots=True)
 class Load:
     """How busy a worker is; fields as in `worker.proto`."""

@@ -20,11 +20,18 @@ from m3stack.rpc.checks import ModelLimits
 from m3stack.rpc.server import ServiceParts, ServiceSettings, WorkerService
 from m3stack.rpc.sessions import SessionTable
 from m3stack.rpc.status import StatusBoard
+from m3stack.rpc.transfer_client import GrpcTransport
+from m3stack.rpc.transfer_service import TransferService
 from m3stack.telemetry import WorkerMetrics
-from m3stack.types import Event, Request, Tokens, WorkerState
+from m3stack.transfer.layout import page_form
+from m3stack.transfer.port import RankPort
+from m3stack.transfer.pull import Puller
+from m3stack.transfer.store import ContentStore
+from m3stack.types import Event, Request, Role, Tokens, WorkerState
 from m3stack.worker.v1 import worker_pb2 as pb
 from m3stack.worker.v1 import worker_pb2_grpc as pb_grpc
 from tests.worker.engine.history_model import (
+    CPU,
     EOS_ID,
     FEATURE_BYTES,
     IMAGE_ID,
@@ -71,6 +78,9 @@ class Options:
     upload_timeout_s: float = TIMEOUT_S
     max_upload_bytes: int = 1 << 20
     state: WorkerState = WorkerState.READY
+    role: Role = Role.ALL
+    transfer_silence_s: float = TIMEOUT_S
+    layout: str = "of the history model"
 
 
 @dataclass(slots=True)
@@ -88,6 +98,9 @@ class Worker:
     client: AsyncWorkerClient
     stub: pb_grpc.WorkerServiceStub
     admin: pb_grpc.AdminServiceStub
+    store: ContentStore
+    puller: Puller
+    transport: GrpcTransport
 
     async def tokens(self, request: Request) -> list[int]:
         return tokens_of([event async for event in self.client.generate(request)])
@@ -122,7 +135,7 @@ async def worker(stack: Stack | None = None, options: Options = Options()) -> As
     )
     service = WorkerService(
         ServiceParts(sessions, board, admission, metrics),
-        ServiceSettings(options.max_waiting_requests, options.upload_timeout_s),
+        ServiceSettings(options.max_waiting_requests, options.upload_timeout_s, options.role),
     )
     engine = Engine(
         EngineParts(stack.scheduler, stack.pages, runner, stack.media, metrics),
@@ -137,7 +150,12 @@ async def worker(stack: Stack | None = None, options: Options = Options()) -> As
         on_exit=lambda failure: None,
     )
     engine.start()
-    service.open_for(engine, LIMITS, stack.constraints.compiler)
+    store = contents_of(stack, engine, options)
+    transport = GrpcTransport(progress_s=options.transfer_silence_s)
+    puller = Puller(store, transport, page_tokens=PAGE, book=metrics)
+    service.open_for(engine, LIMITS, stack.constraints.compiler, puller)
+    transfers = TransferService()
+    transfers.open_for(store)
     admin = AdminService()
     admin.open_for(engine)
     board.set_load_source(lambda: engine.load)
@@ -145,6 +163,7 @@ async def worker(stack: Stack | None = None, options: Options = Options()) -> As
     server = grpc.aio.server(options=[("grpc.max_receive_message_length", 16 << 20)])
     pb_grpc.add_WorkerServiceServicer_to_server(service, server)
     pb_grpc.add_AdminServiceServicer_to_server(admin, server)
+    pb_grpc.add_TransferServiceServicer_to_server(transfers, server)
     port = server.add_insecure_port("127.0.0.1:0")
     await server.start()
     target = f"127.0.0.1:{port}"
@@ -162,6 +181,9 @@ async def worker(stack: Stack | None = None, options: Options = Options()) -> As
         client,
         pb_grpc.WorkerServiceStub(channel),
         pb_grpc.AdminServiceStub(channel),
+        store,
+        puller,
+        transport,
     )
     try:
         yield subject
@@ -176,11 +198,25 @@ async def worker(stack: Stack | None = None, options: Options = Options()) -> As
         runner.gate.set()
         board.close()
         await client.close()
+        await transport.close()
         await channel.close()
         await server.stop(0.1)
         engine.stop()
         assert await asyncio.to_thread(engine.join, TIMEOUT_S), "the engine thread hangs"
         stack.constraints.close()
+
+
+def contents_of(stack: Stack, engine: Engine, options: Options) -> ContentStore:
+    """The pages and features of a stack."""
+    form = page_form(stack.pool.shape, 1)
+    port = RankPort(stack.pool, form, range(1), features=stack.encoder, width=1, device=CPU)
+    return ContentStore(
+        engine,
+        port,
+        page_bytes=form.num_bytes,
+        page_layout=options.layout,
+        feature_layout=options.layout,
+    )
 
 
 def run(scenario: Callable[[], Awaitable[None]], *, timeout_s: float = 2 * TIMEOUT_S) -> None:

@@ -39,7 +39,14 @@ class Execute:
     plan: StepPlan
 
 
-Command = Begin | Forget | Execute
+@dataclass(frozen=True, slots=True)
+class Order:
+    """Something that is done on every rank between two steps."""
+
+    what: Any
+
+
+Command = Begin | Forget | Execute | Order
 
 
 def apply(command: Command, runner: Runner) -> None:
@@ -48,6 +55,9 @@ def apply(command: Command, runner: Runner) -> None:
         runner.begin(command.handle, command.request, stop_ids=command.stop_ids)
     elif isinstance(command, Forget):
         runner.forget(command.handle)
+    elif isinstance(command, Order):
+        assert isinstance(runner, FollowerRunner)
+        runner.obey(command.what)
     else:
         runner.execute(command.plan)
 
@@ -105,11 +115,13 @@ class FollowerRunner:
     Args:
         inner: of this rank, without a sampler.
         book: of its encoder.
+        obey: carries an order out that is no step.
     """
 
-    def __init__(self, inner: Runner, book: FollowerBook) -> None:
+    def __init__(self, inner: Runner, book: FollowerBook, obey: Callable[[Any], None]) -> None:
         self._inner = inner
         self._book = book
+        self.obey = obey
 
     def begin(self, handle: int, request: Request, *, stop_ids: frozenset[int]) -> None:
         self._inner.begin(handle, request, stop_ids=stop_ids)
@@ -142,6 +154,13 @@ class GroupPeers:
         parts = self._gather(what)
         if any(part != what for part in parts):
             raise FatalStepError(f"the ranks differ in which media they could encode: {parts}")
+
+    def gather(self, mine: object) -> list[Any]:
+        """What every rank has, for the leader, by rank; an empty list for the others."""
+        size = dist.get_world_size(self._group)
+        parts: list[Any] = [None] * size if dist.get_rank(self._group) == 0 else []
+        dist.gather_object(mine, parts or None, dst=0, group=self._group)
+        return parts
 
     def _gather(self, mine: object) -> list[Any]:
         parts: list[Any] = [None] * dist.get_world_size(self._group)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from dataclasses import dataclass
 
 from m3stack.cache.media import MediaClaim, MediaLedger
@@ -31,12 +31,26 @@ class Reservation:
     ) -> None:
         self._admission = admission
         self._keys = [demand.claim.key for demand in demands]
+        self._demands = demands
         self._upload_bytes = sum(demands[index].patch_bytes for index in needed)
         self.needed = tuple(needed)
 
     @property
     def upload_bytes(self) -> int:
         return self._upload_bytes
+
+    @property
+    def missing(self) -> list[tuple[bytes, int]]:
+        """Keys of the needed items, and the bytes their features take."""
+        claims = [self._demands[index].claim for index in self.needed]
+        return [(claim.key, claim.feature_bytes) for claim in claims]
+
+    def found(self, keys: Container[bytes]) -> None:
+        """The features of some needed items have come from elsewhere: no patches are to come."""
+        self.needed = tuple(i for i in self.needed if self._demands[i].claim.key not in keys)
+        left = sum(self._demands[index].patch_bytes for index in self.needed)
+        freed, self._upload_bytes = self._upload_bytes - left, left
+        self._admission.uploaded(freed)
 
     def release_upload(self) -> None:
         """The patches are gone; may be called again."""

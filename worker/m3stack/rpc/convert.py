@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from m3stack.engine.account import Account
 from m3stack.errors import ErrorKind, WorkerError
 from m3stack.types import (
+    WHOLE,
     Constraint,
     ConstraintKind,
     Event,
@@ -18,7 +19,9 @@ from m3stack.types import (
     PatchFormat,
     Request,
     Sampling,
+    Source,
     Span,
+    Stage,
     Started,
     TokenLogprob,
     Tokens,
@@ -95,7 +98,9 @@ def event_from_proto(response: pb.GenerateResponse) -> Event | None:
     return None
 
 
-def header_to_proto(request: Request, fingerprint: bytes) -> pb.GenerateHeader:
+def header_to_proto(
+    request: Request, fingerprint: bytes, stage: Stage = WHOLE
+) -> pb.GenerateHeader:
     """The header that announces a request; its patches follow in chunks."""
     header = pb.GenerateHeader(
         request_id=request.request_id,
@@ -106,12 +111,19 @@ def header_to_proto(request: Request, fingerprint: bytes) -> pb.GenerateHeader:
         priority=request.priority,
         tenant=request.tenant,
         cache_salt=request.cache_salt,
+        purpose=stage.purpose.value,  # type: ignore[arg-type]
+        pages_source=_source_to_proto(stage.pages),
+        features_source=_source_to_proto(stage.features),
     )
     if request.patch_format is not None:
         header.patch_format.CopyFrom(_patch_format_to_proto(request.patch_format))
     if request.constraint is not None:
         header.constraint.CopyFrom(_constraint_to_proto(request.constraint))
     return header
+
+
+def _source_to_proto(source: Source | None) -> pb.Source | None:
+    return source and pb.Source(address=source.address, tls_name=source.tls_name)
 
 
 def _constraint_to_proto(constraint: Constraint) -> pb.Constraint:

@@ -20,14 +20,18 @@ from m3stack.rpc.admission import MediaAdmission, MediaDemand, Reservation
 from m3stack.rpc.checks import ModelLimits, merged_tokens, patch_bytes, read_header
 from m3stack.rpc.constraints import compile_constraint
 from m3stack.rpc.sessions import Session, SessionTable
+from m3stack.rpc.stages import pull_features, pull_pages, read_stage, staged
 from m3stack.rpc.status import StatusBoard, WatchTiming
 from m3stack.rpc.upload import NeededItem, Upload
 from m3stack.telemetry import WorkerMetrics
+from m3stack.transfer.pull import Puller
 from m3stack.types import (
     Event,
     Finished,
     MediaSettled,
     Request,
+    Role,
+    Stage,
     Started,
     Tokens,
     WorkerState,
@@ -69,12 +73,36 @@ class _Target:
     engine: RequestSink
     limits: ModelLimits
     grammars: GrammarCompiler
+    puller: Puller | None
 
 
 @dataclass(frozen=True, slots=True)
 class ServiceSettings:
     max_waiting_requests: int
     upload_timeout_s: float
+    role: Role = Role.ALL
+
+
+@dataclass(frozen=True, slots=True)
+class _Telling:
+    """How a request's events are told.
+
+    Attributes:
+        brought: prompt tokens that came from another worker.
+    """
+
+    stage: Stage
+    brought: int
+
+    def started(self, event: Started) -> pb.GenerateResponse:
+        message = convert.started_to_proto(event)
+        message.started.transferred_tokens = min(self.brought, event.cached_tokens)
+        return message
+
+    def finished(self, event: Finished) -> pb.GenerateResponse:
+        message = convert.finished_to_proto(event)
+        message.finished.usage.transferred_tokens = min(self.brought, event.usage.cached_tokens)
+        return message
 
 
 class _EngineFailureError(WorkerError):
@@ -92,9 +120,19 @@ class WorkerService(pb_grpc.WorkerServiceServicer):
         self._settings = settings
         self._target: _Target | None = None
 
-    def open_for(self, engine: RequestSink, limits: ModelLimits, grammars: GrammarCompiler) -> None:
-        """Requests within `limits` go to `engine` from now on, their constraints compiled."""
-        self._target = _Target(engine, limits, grammars)
+    def open_for(
+        self,
+        engine: RequestSink,
+        limits: ModelLimits,
+        grammars: GrammarCompiler,
+        puller: Puller | None = None,
+    ) -> None:
+        """Requests within `limits` go to `engine` from now on, their constraints compiled.
+
+        Args:
+            puller: fetches what other workers have of a request; None leaves it to be computed.
+        """
+        self._target = _Target(engine, limits, grammars, puller)
 
     async def Generate(self, request_iterator: object, context: Call) -> None:
         request_id = "?"
@@ -162,11 +200,13 @@ class WorkerService(pb_grpc.WorkerServiceServicer):
 
     async def _generate(self, target: _Target, header: pb.GenerateHeader, context: Call) -> None:
         parts, engine, limits = self._parts, target.engine, target.limits
+        stage = read_stage(header, self._settings.role)
         if len(header.prompt_token_ids) > LONG_PROMPT_TOKENS:
             # checks of a million ids would hold up every other stream
             request = await asyncio.to_thread(read_header, header, limits)
         else:
             request = read_header(header, limits)
+        request = staged(request, stage)
         queued, most = parts.sessions.num_queued, self._settings.max_waiting_requests
         if queued >= most:
             raise WorkerError(
@@ -184,16 +224,18 @@ class WorkerService(pb_grpc.WorkerServiceServicer):
         try:
             if request.media:
                 reservation = await parts.admission.reserve(_demands(request, limits))
+                await pull_features(stage, target.puller, reservation)
                 sizes = [patch_bytes(item, limits) for item in request.media]
                 received = await self._receive_media(sizes, reservation, context)
                 request = _with_patches(request, received)
                 del received
-            upload_s = loop.time() - began_at if request.media else 0.0
+            brought = await pull_pages(stage, target.puller, request)
+            upload_s = loop.time() - began_at if request.media or brought else 0.0
             engine.submit(session.handle, request, upload_s=upload_s)
             is_submitted = True
             # the engine owns the patches now: keep no reference here
             del request, header
-            await self._relay(session, reservation, context)
+            await self._relay(session, reservation, context, _Telling(stage, brought))
         finally:
             # after an end this is too late and harmless; otherwise the client is gone
             if is_submitted:
@@ -218,20 +260,25 @@ class WorkerService(pb_grpc.WorkerServiceServicer):
         return received
 
     async def _relay(
-        self, session: Session, reservation: Reservation | None, context: Call
+        self,
+        session: Session,
+        reservation: Reservation | None,
+        context: Call,
+        telling: _Telling,
     ) -> None:
         """Sends events until the request ends; raises its failure."""
         while True:
             for event in _merged(await session.take()):
                 if isinstance(event, Tokens):
-                    await context.write(convert.tokens_to_proto(event))
+                    if not telling.stage.is_silent:
+                        await context.write(convert.tokens_to_proto(event))
                 elif isinstance(event, Started):
-                    await context.write(convert.started_to_proto(event))
+                    await context.write(telling.started(event))
                 elif isinstance(event, MediaSettled):
                     if reservation is not None:
                         reservation.release_upload()
                 elif isinstance(event, Finished):
-                    await context.write(convert.finished_to_proto(event))
+                    await context.write(telling.finished(event))
                     return
                 else:
                     raise _EngineFailureError(event.kind, event.message, event.param)

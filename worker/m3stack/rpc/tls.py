@@ -43,6 +43,16 @@ def channel_credentials(directory: Path) -> grpc.ChannelCredentials:
     )
 
 
+def peer_credentials(directory: Path) -> grpc.ChannelCredentials:
+    """What a worker asks of other workers, and shows them; without `ca.crt`, public roots."""
+    authority = directory / AUTHORITY
+    return grpc.ssl_channel_credentials(
+        _pem(authority) if authority.exists() else None,
+        _pem(directory / KEY),
+        _pem(directory / CERTIFICATE),
+    )
+
+
 def _check_pair(directory: Path) -> None:
     """gRPC itself would only say that it cannot listen."""
     certificate, key = directory / CERTIFICATE, directory / KEY

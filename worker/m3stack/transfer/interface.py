@@ -7,11 +7,17 @@ contents does (`pull`).
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 from collections.abc import AsyncGenerator
 from dataclasses import dataclass
 from enum import Enum
 from typing import Protocol
+
+from m3stack.types import Source
+
+# hashing takes less than a millisecond below
+LARGE_BYTES = 256 << 10
 
 
 class ContentKind(Enum):
@@ -19,19 +25,6 @@ class ContentKind(Enum):
 
     PAGE = 1
     FEATURES = 2
-
-
-@dataclass(frozen=True, slots=True)
-class Source:
-    """A worker as another one reaches it.
-
-    Attributes:
-        address: host:port.
-        tls_name: the name its certificate is for, if that is not the host.
-    """
-
-    address: str
-    tls_name: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,3 +92,10 @@ def content_hash(key: bytes, data: bytes) -> bytes:
     digest = hashlib.sha256(key)
     digest.update(data)
     return digest.digest()
+
+
+async def content_hash_of(key: bytes, data: bytes) -> bytes:
+    """The same, beside the event loop if it takes long."""
+    if len(data) < LARGE_BYTES:
+        return content_hash(key, data)
+    return await asyncio.to_thread(content_hash, key, data)

@@ -1,0 +1,139 @@
+"""Fetches contents from other workers over gRPC: one call a transfer, one connection a source."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import OrderedDict
+from collections.abc import AsyncGenerator
+from contextlib import suppress
+
+import grpc
+
+from m3stack.transfer.interface import Content, Holdings, TransferError, Wanted
+from m3stack.types import Source
+from m3stack.worker.v1 import worker_pb2 as pb
+from m3stack.worker.v1 import worker_pb2_grpc as pb_grpc
+
+# longest silence of a source
+PROGRESS_S = 5.0
+# connections kept; sources are few, but their addresses change
+MAX_CONNECTIONS = 64
+# no page of any model comes near that
+MAX_CONTENT_BYTES = 1 << 30
+
+_OPTIONS = (
+    ("grpc.max_receive_message_length", 16 << 20),
+    # a source that was restarted is tried again at once
+    ("grpc.initial_reconnect_backoff_ms", 100),
+    ("grpc.max_reconnect_backoff_ms", 1000),
+)
+# the source says no; whatever else ends a call may be better the next time
+_FINAL = (
+    grpc.StatusCode.INVALID_ARGUMENT,
+    grpc.StatusCode.FAILED_PRECONDITION,
+    grpc.StatusCode.UNIMPLEMENTED,
+    grpc.StatusCode.UNAUTHENTICATED,
+    grpc.StatusCode.PERMISSION_DENIED,
+)
+
+
+class GrpcTransport:
+    """The filling of `transfer.interface.Transport` over gRPC; belongs to one event loop.
+
+    Args:
+        credentials: to speak TLS with; None: plain text.
+        progress_s: longest silence of a source.
+    """
+
+    def __init__(
+        self,
+        credentials: grpc.ChannelCredentials | None = None,
+        *,
+        progress_s: float = PROGRESS_S,
+    ) -> None:
+        self._credentials = credentials
+        self._progress_s = progress_s
+        self._channels: OrderedDict[Source, grpc.aio.Channel] = OrderedDict()
+
+    async def close(self) -> None:
+        while self._channels:
+            await self._channels.popitem()[1].close()
+
+    async def fetch(
+        self, source: Source, wanted: Wanted
+    ) -> AsyncGenerator[Holdings | Content, None]:
+        stub = pb_grpc.TransferServiceStub(await self._channel(source))
+        request = pb.FetchRequest(
+            kind=wanted.kind.value,  # type: ignore[arg-type]
+            layout=wanted.layout,
+            epoch=wanted.epoch,
+            keys=wanted.keys,
+        )
+        call = stub.Fetch(request)
+        try:
+            holdings = await self._read(call)
+            if holdings is None or holdings.WhichOneof("body") != "holdings":
+                raise TransferError("the source does not say what it holds", is_final=True)
+            yield Holdings(holdings.holdings.epoch, tuple(holdings.holdings.indices))
+            while (first := await self._read(call)) is not None:
+                yield await self._content(call, first, len(wanted.keys))
+        finally:
+            call.cancel()
+
+    async def _content(self, call: object, response: pb.FetchResponse, num_keys: int) -> Content:
+        """The content that begins with a message."""
+        index, total = response.piece.index, response.piece.total_bytes
+        if response.WhichOneof("body") != "piece" or index >= num_keys:
+            raise TransferError("the source sends what was not asked for", is_final=True)
+        if total > MAX_CONTENT_BYTES:
+            raise TransferError(f"a content of {total} bytes is announced", is_final=True)
+        data = bytearray()
+        while True:
+            piece = response.piece
+            if piece.index != index or piece.offset != len(data) or piece.total_bytes != total:
+                raise TransferError("the pieces of a content do not follow one another")
+            data += piece.data
+            if len(data) >= total:
+                return Content(index, bytes(data), piece.sha256)
+            following = await self._read(call)
+            if following is None:
+                raise TransferError(f"the call ended after {len(data)} of {total} bytes")
+            response = following
+
+    async def _read(self, call: object) -> pb.FetchResponse | None:
+        """The next message; None at the end of a call that went well."""
+        assert isinstance(call, grpc.aio.UnaryStreamCall)
+        try:
+            async with asyncio.timeout(self._progress_s):
+                message = await call.read()
+                if isinstance(message, pb.FetchResponse):
+                    return message
+                # the end of the stream is a marker object of another type
+                status = await call.code()
+                details = await call.details()
+        except TimeoutError:
+            raise TransferError(f"the source was silent for {self._progress_s:g} s") from None
+        except grpc.aio.AioRpcError as error:
+            status, details = error.code(), error.details()
+        if status is grpc.StatusCode.OK:
+            return None
+        reason = f"{status.name.lower()}: {details}"
+        raise TransferError(reason, is_final=status in _FINAL)
+
+    async def _channel(self, source: Source) -> grpc.aio.Channel:
+        channel = self._channels.pop(source, None)
+        if channel is None:
+            channel = self._connect(source)
+        self._channels[source] = channel
+        if len(self._channels) > MAX_CONNECTIONS:
+            with suppress(asyncio.CancelledError):
+                await self._channels.popitem(last=False)[1].close()
+        return channel
+
+    def _connect(self, source: Source) -> grpc.aio.Channel:
+        if self._credentials is None:
+            return grpc.aio.insecure_channel(source.address, options=_OPTIONS)
+        name = (("grpc.ssl_target_name_override", source.tls_name),) if source.tls_name else ()
+        return grpc.aio.secure_channel(
+            source.address, self._credentials, options=(*_OPTIONS, *name)
+        )

@@ -1,0 +1,48 @@
+"""A worker's exchange of pages and features with others: what it hands out, what it fetches."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from m3stack.contents import Contents
+from m3stack.rpc.tls import peer_credentials
+from m3stack.rpc.transfer_client import GrpcTransport
+from m3stack.rpc.transfer_service import TransferService
+from m3stack.transfer.pull import Puller, TransferBook
+from m3stack.transfer.store import BetweenSteps, ContentStore
+
+
+class Transfers:
+    """Both sides of the exchange; belongs to the event loop.
+
+    Args:
+        tls_dir: of the worker; None speaks plain text, as it listens itself.
+        page_tokens: tokens of a page.
+        book: is told what was fetched.
+    """
+
+    def __init__(self, tls_dir: str, *, page_tokens: int, book: TransferBook) -> None:
+        credentials = peer_credentials(Path(tls_dir)) if tls_dir else None
+        self._transport = GrpcTransport(credentials)
+        self._page_tokens = page_tokens
+        self._book = book
+        self.service = TransferService()
+
+    def open_for(self, engine: BetweenSteps, contents: Contents | None) -> Puller | None:
+        """Hands contents out from now on; gives what fetches those of others, if any can be."""
+        if contents is None:
+            self.service.refuse("pages that stand in host memory (hot_pages) cannot be handed out")
+            return None
+        store = ContentStore(
+            engine,
+            contents.port,
+            page_bytes=contents.page_bytes,
+            page_layout=contents.page_layout,
+            feature_layout=contents.feature_layout,
+        )
+        self.service.open_for(store)
+        return Puller(store, self._transport, page_tokens=self._page_tokens, book=self._book)
+
+    async def close(self) -> None:
+        """Ends the connections to other workers."""
+        await self._transport.close()
