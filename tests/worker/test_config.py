@@ -74,6 +74,7 @@ def test_flag_beats_environment_beats_file_beats_default(tmp_path: Path) -> None
         ({"dtype": "int8"}, {}, "expected one of auto, float32, bfloat16"),
         ({"log_level": "loud"}, {}, "expected one of debug, info, warn, warning, error"),
         ({"host_cache_bytes": -2}, {}, "host_cache_bytes is -2, expected at least -1"),
+        ({"mixed_step_slowdown": 1.0}, {}, "1.0, expected -1, 0 or a number above 1"),
         (
             {"max_mixed_tokens": 64},
             {},

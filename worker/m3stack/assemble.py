@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+from torch import nn
 
 from m3stack.cache.host import HostTier
 from m3stack.cache.host_pool import HostPool
@@ -30,7 +31,7 @@ from m3stack.engine.runner import NO_PEERS, Forward, ModelRunner, Peers, Runner
 from m3stack.engine.sampler import Sampler
 from m3stack.engine.scheduler import Scheduler
 from m3stack.errors import StartupError
-from m3stack.gpu_steps import bytes_of_steps, forward_of, overlaps_steps
+from m3stack.gpu_steps import bytes_of_steps, forward_of, overlaps_steps, pace_of
 from m3stack.group import Joined, RankGroup, Setup
 from m3stack.hardware import Hardware, choose_hardware
 from m3stack.kernels.build import KernelUnavailableError
@@ -156,7 +157,7 @@ def _assemble_leader(config: WorkerConfig, ground: Ground, around: Surroundings)
     model_config, hardware, group = ground.model_config, ground.hardware, ground.group
     mesh = ALONE if group is None else ProcessMesh(group.joined.tensors)
     model = _load(config, model_config, hardware, mesh=mesh, progress=around.progress)
-    limits = _scheduler_limits(config, hardware.device)
+    limits = scheduler_limits(config, hardware.device)
     pool = build_pool(
         config,
         model_config,
@@ -197,7 +198,7 @@ def _assemble_leader(config: WorkerConfig, ground: Ground, around: Surroundings)
             runner, send=group.send, explain=group.lost, noticed=lambda: group.noticed
         )
     parts = EngineParts(
-        scheduler=Scheduler(limits, pages, around.media),
+        scheduler=Scheduler(limits, pages, around.media, pace_of(config, hardware.device)),
         pages=pages,
         runner=runner,
         media=around.media,
@@ -233,7 +234,7 @@ def _load(
     """This rank's part of the model."""
     rank = place_of(config, mesh.rank)
     own = model_config.per_rank(mesh.size, width_ranks=rank.width_ranks)
-    kernels = _kernels(config.kernels, own, hardware)
+    kernels = choose_kernels(config.kernels, own, hardware)
     if config.hot_pages:
         kernels = with_tier(kernels)
     _log.info("kernels name=%s", kernels.name)
@@ -258,7 +259,7 @@ def _load(
     if config.kv_dtype == "fp8":
         fold_value_scales(model)
     if hardware.device.type == "cpu":
-        _set_threads(config, model)
+        use_threads(config, model)
     return model
 
 
@@ -350,7 +351,12 @@ def kernel_shape(model: M3Config, dtype: torch.dtype) -> KernelShape:
     )
 
 
-def _kernels(name: str, model: M3Config, hardware: Hardware) -> Kernels:
+def choose_kernels(name: str, model: M3Config, hardware: Hardware) -> Kernels:
+    """The kernels of a name for a model.
+
+    Raises:
+        StartupError: they cannot be had here.
+    """
     shape = kernel_shape(model, hardware.dtype)
     try:
         return build_kernels(name, shape=shape, device=hardware.device)
@@ -358,14 +364,16 @@ def _kernels(name: str, model: M3Config, hardware: Hardware) -> Kernels:
         raise StartupError(str(error)) from error
 
 
-def _set_threads(config: WorkerConfig, model: M3Model) -> None:
+def use_threads(config: WorkerConfig, model: nn.Module) -> None:
+    """Sets how many threads a CPU computes with."""
     num_values = sum(parameter.numel() for parameter in model.parameters())
     own = len(os.sched_getaffinity(0)) // config.tensor_parallel
     automatic = 1 if num_values < SMALL_MODEL_VALUES else max(1, own)
     torch.set_num_threads(config.cpu_threads or automatic)
 
 
-def _scheduler_limits(config: WorkerConfig, device: torch.device) -> SchedulerLimits:
+def scheduler_limits(config: WorkerConfig, device: torch.device) -> SchedulerLimits:
+    """Bounds of a step."""
     is_cpu = device.type == "cpu"
     automatic = CPU_BATCH_TOKENS if is_cpu else GPU_BATCH_TOKENS
     batch = config.max_batch_tokens or max(automatic, 2 * config.max_sequences)

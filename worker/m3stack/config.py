@@ -23,6 +23,7 @@ from m3stack.setting_checks import (
     fraction,
     one_of,
     seconds,
+    slowdown,
 )
 
 ENV_PREFIX = "M3STACK_WORKER_"
@@ -156,6 +157,13 @@ class WorkerConfig:
         "tokens of a step in which requests wait for their next token; smaller: shorter waits, "
         "slower prompts; 0: a quarter of max_batch_tokens on a GPU, all of it on a CPU",
         at_least(0),
+    )
+    mixed_step_slowdown: float = _setting(
+        -1.0,
+        "in time, what max_mixed_tokens is in tokens: a step with prompts takes about that many "
+        "times one without, or longer where prompts would get less than 45% of it; learnt as steps "
+        "run; 0: no such bound; -1: 1.8 on a GPU, 0 on a CPU",
+        slowdown,
     )
     chunk_growth_prefix_tokens: int = _setting(
         131072,

@@ -9,6 +9,7 @@ from m3stack.config import WorkerConfig
 from m3stack.dry_run import run_largest_step
 from m3stack.engine.budget import SchedulerLimits
 from m3stack.engine.graphs import CudaRecorder, DecodeGraphs
+from m3stack.engine.pace import Pace, PaceLimits
 from m3stack.engine.runner import Forward
 from m3stack.errors import StartupError
 from m3stack.hardware import Hardware
@@ -16,6 +17,15 @@ from m3stack.models.minimax_m3.model import M3Model
 from m3stack.pools import context_limit, page_shape
 
 GPU_GRAPH_BYTES = 2 << 30
+GPU_SLOWDOWN = 1.8
+
+
+def pace_of(config: WorkerConfig, device: torch.device) -> Pace | None:
+    """What bounds prompts beside decode by time, if anything does."""
+    slowdown = config.mixed_step_slowdown
+    if slowdown < 0:
+        slowdown = GPU_SLOWDOWN if device.type == "cuda" else 0.0
+    return Pace(PaceLimits(slowdown)) if slowdown else None
 
 
 def overlaps_steps(config: WorkerConfig, device: torch.device) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence as ReadOnlySequence
 from dataclasses import dataclass
 
+from m3stack.engine.pace import Pace
 from m3stack.engine.sequence import Sequence
 
 
@@ -58,7 +59,9 @@ class SchedulerLimits:
         return self.max_batch_tokens * min(factor, self.max_growth)
 
 
-def split_budget(running: ReadOnlySequence[Sequence], limits: SchedulerLimits) -> dict[int, int]:
+def split_budget(
+    running: ReadOnlySequence[Sequence], limits: SchedulerLimits, pace: Pace | None = None
+) -> dict[int, int]:
     """Tokens each sequence may compute in this step, by handle.
 
     A sequence that waits for its next token gets it. Of the rest at least half goes to the first
@@ -67,6 +70,7 @@ def split_budget(running: ReadOnlySequence[Sequence], limits: SchedulerLimits) -
     Args:
         running: sequences in order, without those whose pages are still on their way.
         limits: of the step.
+        pace: bounds the prompt tokens beside requests that wait for their next token.
     """
     shares = {s.handle: 1 for s in running}
     prompts = [s for s in running if s.num_uncomputed > 1]
@@ -78,6 +82,9 @@ def split_budget(running: ReadOnlySequence[Sequence], limits: SchedulerLimits) -
     first, num_decoding = prompts[0], len(running) - len(prompts)
     left = limits.step_tokens(num_decoding=num_decoding, prefix_tokens=first.num_computed)
     left -= num_decoding
+    if num_decoding and pace is not None:
+        most = pace.prompt_tokens(num_decoding)
+        left = left if most is None else min(left, most)
     reserved = min(first.num_uncomputed, -(-left // 2))
     left -= reserved
     # sorted is stable: equal lengths keep their order

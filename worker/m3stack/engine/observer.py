@@ -9,7 +9,8 @@ from dataclasses import dataclass
 
 from m3stack.cache.host import CopyDirection
 from m3stack.engine.account import Account, AccountBook, Entry, Phase, Totals
-from m3stack.engine.plan import Row, StepPlan
+from m3stack.engine.pace import is_prompt
+from m3stack.engine.plan import StepPlan
 from m3stack.engine.sequence import Sequence
 from m3stack.telemetry import WorkerMetrics
 from m3stack.types import Event, Failed, Finished, Started, Tokens
@@ -118,7 +119,7 @@ class Observer:
         """Counts a step that was executed, well or not; its events are told later."""
         metrics, totals = self._metrics, self._totals
         duration_s = times.committed_at - times.executed_at
-        prompts = [row for row in plan.rows if _is_prompt(row)]
+        prompts = [row for row in plan.rows if is_prompt(row)]
         num_tokens = plan.num_tokens
         metrics.step_done(
             duration_s,
@@ -223,8 +224,3 @@ class Observer:
         start_s = account.since_begin(times.executed_at)
         duration_s = times.committed_at - times.executed_at
         account.add(Entry(phase, start_s, duration_s, tokens, work, note))
-
-
-def _is_prompt(row: Row) -> bool:
-    """Whether a row computes what was known before: a prompt, or tokens lost to a preemption."""
-    return len(row.token_ids) > 1 or not row.output_index

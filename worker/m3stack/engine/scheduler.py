@@ -23,6 +23,7 @@ from m3stack.cache.prefix import PrefixCache, Salt
 from m3stack.engine.admission import MAX_PREEMPTIONS, Admissions
 from m3stack.engine.budget import SchedulerLimits, split_budget
 from m3stack.engine.encoding import EncodeDraft, EncodePlanner
+from m3stack.engine.pace import Pace
 from m3stack.engine.plan import Admission, Row, StepPlan, StepResult
 from m3stack.engine.restoring import Fetched, Restorer
 from m3stack.engine.sequence import Sequence, SequenceState
@@ -48,10 +49,20 @@ class Scheduler:
     Calls alternate: `plan`, then `commit` or `abandon` of that plan. While one plan is under way
     `plan_ahead` may give the next, which is under way as well once the first is committed.
     Sequences may be added and cancelled at any time between calls.
+
+    Args:
+        pace: bounds prompts beside decode by the time they take; None: by tokens alone.
     """
 
-    def __init__(self, limits: SchedulerLimits, pages: PrefixCache, media: MediaLedger) -> None:
+    def __init__(
+        self,
+        limits: SchedulerLimits,
+        pages: PrefixCache,
+        media: MediaLedger,
+        pace: Pace | None = None,
+    ) -> None:
         self._limits = limits
+        self._pace = pace
         self._pages = pages
         self._media = media
         self._encodes = EncodePlanner(media, limits.max_encode_patches)
@@ -131,7 +142,7 @@ class Scheduler:
             if sequence.state is SequenceState.RUNNING and sequence.is_restoring:
                 self._restore(draft, sequence)
         ready = [sequence for sequence in self._running if not sequence.is_restoring]
-        shares = split_budget(ready, self._limits)
+        shares = split_budget(ready, self._limits, self._pace)
         for sequence in ready:
             if sequence.state is SequenceState.RUNNING and shares[sequence.handle] > 0:
                 self._plan_row(draft, sequence, shares[sequence.handle])
@@ -164,7 +175,7 @@ class Scheduler:
             if foreseen is not None:
                 foreseen.foresee(row.end, samples=row.output_index is not None)
         ready = [sequence for sequence in self._running if not sequence.has_all_output]
-        shares = split_budget(ready, self._limits)
+        shares = split_budget(ready, self._limits, self._pace)
         if not self._has_room(ready, shares):
             for sequence in self._running:
                 sequence.unforesee()
@@ -226,6 +237,11 @@ class Scheduler:
                 self._end(self._by_handle[handle])
                 events.append((handle, failure))
         return events
+
+    def took(self, plan: StepPlan, seconds: float) -> None:
+        """How long a committed step took; later ones may be shorter for it."""
+        if self._pace is not None:
+            self._pace.saw(plan, seconds)
 
     def abandon(self, plan: StepPlan, message: str) -> list[tuple[int, Event]]:
         """Ends every sequence of a plan that could not be executed."""

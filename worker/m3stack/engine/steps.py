@@ -222,6 +222,7 @@ class Steps:
             knows = self._scheduler.knows
             settled = [(handle, MediaSettled()) for handle in outcome.settled if knows(handle)]
             events = [*settled, *self._scheduler.commit(plan, outcome)]
+            self._scheduler.took(plan, committed_at - executed_at)
         self.num_done += 1
         self._sink.changed()
         times = StepTimes(planned_at, executed_at, committed_at, self._clock())
