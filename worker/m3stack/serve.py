@@ -25,6 +25,7 @@ from m3stack import __version__
 from m3stack.assemble import Assembly, Surroundings, assemble
 from m3stack.cache.media import MediaLedger
 from m3stack.config import WorkerConfig
+from m3stack.encode_only import assemble_encoder
 from m3stack.engine.engine import Engine
 from m3stack.errors import StartupError
 from m3stack.hardware import choose_hardware
@@ -169,8 +170,9 @@ class _Worker:
                 if sys.stderr.isatty():
                     name = f"loading {self._config.model_name}"
                     bar = stack.enter_context(TransferProgress(name))
+                build = assemble_encoder if self._config.role == "encode" else assemble
                 assembly = await asyncio.to_thread(
-                    assemble,
+                    build,
                     self._config,
                     self._model_config,
                     self._hardware,
