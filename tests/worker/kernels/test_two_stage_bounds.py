@@ -14,6 +14,7 @@ from m3stack.kernels.msa.index_copy import NORM_SHARE, IndexCopy, copy_index_key
 # squares of huge keys overflow in the interpreter as they do on a GPU: such keys have no bound
 pytestmark = pytest.mark.filterwarnings("ignore:overflow encountered:RuntimeWarning")
 
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 DIM, NEED = 128, 15
 
 
@@ -172,11 +173,12 @@ def test_keys_that_are_not_numbers_have_no_bound():
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_written_copy_keeps_the_promise_of_the_plain_one(kind):
     torch.set_num_threads(1)
-    keys_PBD = keys_of(kind, 3, 16).to(torch.bfloat16)
+    keys_PBD = keys_of(kind, 3, 16).to(DEVICE, torch.bfloat16)
     copy = IndexCopy(
-        torch.full((3, 16, DIM), 99, dtype=torch.int8), torch.full((3, 16), 99, dtype=torch.int32)
+        torch.full((3, 16, DIM), 99, dtype=torch.int8, device=DEVICE),
+        torch.full((3, 16), 99, dtype=torch.int32, device=DEVICE),
     )
-    slots = torch.tensor([0, 17, -1, 47, 31])
+    slots = torch.tensor([0, 17, -1, 47, 31], device=DEVICE)
     write_index_copy(keys_PBD, slots, copy)
     written = slots[slots >= 0]
     keys, copied = keys_PBD.view(-1, DIM)[written], copy.keys_PBD.view(-1, DIM)[written]
@@ -186,7 +188,7 @@ def test_the_written_copy_keeps_the_promise_of_the_plain_one(kind):
     assert bool((torch.isnan(bound) | (promised <= bound)).all())
     plain = unpacked(copy_index_keys(keys)[1])[1]
     torch.testing.assert_close(bound, plain, rtol=0.02, atol=0.0, equal_nan=True)
-    untouched = torch.ones(48, dtype=torch.bool)
+    untouched = torch.ones(48, dtype=torch.bool, device=DEVICE)
     untouched[written] = False
     assert bool((copy.meta_PB.view(-1)[untouched] == 99).all())
     assert bool((copy.keys_PBD.view(-1, DIM)[untouched] == 99).all())

@@ -124,5 +124,5 @@ def test_keys_that_could_pass_the_largest_number_are_refused(path: Path) -> None
     model = load(path)
     layer = sparse_layers(model)[0]
     layer.attention.k_norm[3] = 448.0 / math.sqrt(32) + 1.0
-    with pytest.raises(StartupError, match="keys of layer .* may reach 459, past 448"):
+    with pytest.raises(StartupError, match=r"keys of layer .* may reach 459, past 448"):
         fold_value_scales(model)

@@ -16,24 +16,53 @@ from torch import Tensor
 
 from m3stack.kernels.interface import LayerPages, PagedRows
 from m3stack.kernels.msa.decode.fp8_pages import Fp8Pages
-from m3stack.kernels.paged_rows import row_positions
 
 Attend = Callable[[Tensor, LayerPages, Tensor, PagedRows, float], Tensor]
 
 
+# what one program of the marking kernel looks at
+MARKED_ROWS, MARKED_SEQUENCES = 32, 64
+
+
+@triton.jit
+def _mark_kernel(
+    chosen, query_start, seq_lens, used, num_rows, num_seqs, blocks,
+    GROUPS: tl.constexpr, CHOSEN: tl.constexpr, WIDTH: tl.constexpr, SEQS: tl.constexpr,
+    PAGE: tl.constexpr, ROWS: tl.constexpr,
+):  # fmt: skip
+    row, group = tl.program_id(0) * ROWS + tl.arange(0, ROWS), tl.program_id(1)
+    is_row = row < num_rows
+    # the sequence of a row is the number of those that end at or before it
+    sequence = tl.zeros([ROWS], tl.int32)
+    for base in range(0, num_seqs, SEQS):
+        other = base + tl.arange(0, SEQS)
+        end = tl.load(query_start + 1 + other, other < num_seqs, other=num_rows + 1)
+        sequence += tl.sum((end[None, :] <= row[:, None]).to(tl.int32), 1)
+    is_row = is_row & (sequence < num_seqs)
+    length = tl.load(seq_lens + sequence, is_row, other=0)
+    end = tl.load(query_start + 1 + sequence, is_row, other=0)
+    position = tl.where(length > 0, length - end + row, -1)
+    slot = tl.arange(0, WIDTH)
+    at = (group.to(tl.int64) * num_rows + row[:, None]) * CHOSEN + slot[None, :]
+    block = tl.load(chosen + at, is_row[:, None] & (slot < CHOSEN)[None, :], other=-1)
+    # what a row cannot see has no page
+    is_seen = (block >= 0) & (block * PAGE <= position[:, None])
+    entry = (sequence[:, None] * blocks + block) * GROUPS + group
+    tl.store(used + entry, 1, is_seen)
+
+
 @triton.jit
 def _widen_kernel(
-    k, v, k_scale, v_scale, k_to, v_to, table, number,
+    k, v, k_scale, v_scale, k_to, v_to, table, used,
     k_page, k_group, k_token, v_page, v_group, v_token, table_stride, blocks,
     GROUPS: tl.constexpr, PAGE: tl.constexpr, DIM: tl.constexpr, SCALED: tl.constexpr,
 ):  # fmt: skip
     entry, group = tl.program_id(0), tl.program_id(1)
-    place = tl.load(number + entry)
-    if place >= 0:
+    if tl.load(used + entry * GROUPS + group) != 0:
         sequence = (entry // blocks).to(tl.int64)
         page = tl.load(table + sequence * table_stride + entry % blocks).to(tl.int64)
         slot, dim = tl.arange(0, PAGE), tl.arange(0, DIM)
-        to = (place.to(tl.int64) * GROUPS + group) * PAGE * DIM
+        to = (entry.to(tl.int64) * GROUPS + group) * PAGE * DIM
         to += slot[:, None] * DIM + dim[None, :]
         k_at = k + page * k_page + group * k_group + slot[:, None] * k_token + dim[None, :]
         v_at = v + page * v_page + group * v_group + slot[:, None] * v_token + dim[None, :]
@@ -51,23 +80,18 @@ def widen_chosen(
     """The chosen pages in `dtype`, and the rows with a page table that leads to them.
 
     Room is taken for every page that the step's sequences may have: 128 KiB a page of 4 groups
-    in bf16, for K and for V. Pages that no row chose are left unwritten.
+    in bf16, for K and for V. A group of a page that no row chose is left unwritten.
     """
     num_seqs = rows.seq_lens_S.shape[0]
     _, groups, page_tokens, dim = pages.k_PGBD.shape
-    device, num_tokens = blocks_GTK.device, blocks_GTK.shape[1]
+    device, (_, num_tokens, chosen) = blocks_GTK.device, blocks_GTK.shape
     blocks = max(1, -(-rows.max_seq_len // page_tokens))
-    row_T = torch.arange(num_tokens, dtype=torch.int32, device=device)
-    sequence_T = torch.searchsorted(rows.query_start_S1[1:].contiguous(), row_T, right=True)
-    position_T = row_positions(rows, num_tokens, device)
-    entry_GTK = sequence_T[:, None] * blocks + blocks_GTK
-    # what a row cannot see has no page; one entry too many takes it
-    is_seen_GTK = (blocks_GTK >= 0) & (blocks_GTK * page_tokens <= position_T[:, None])
-    entry_GTK = torch.where(is_seen_GTK, entry_GTK, num_seqs * blocks)
-    used = torch.zeros(num_seqs * blocks + 1, dtype=torch.bool, device=device)
-    used[entry_GTK.flatten()] = True
-    used = used[:-1]
-    number = torch.where(used, used.cumsum(0, dtype=torch.int32) - 1, -1)
+    used = torch.zeros(num_seqs * blocks * groups, dtype=torch.int8, device=device)
+    _mark_kernel[(triton.cdiv(num_tokens, MARKED_ROWS), groups)](
+        blocks_GTK, rows.query_start_S1, rows.seq_lens_S, used, num_tokens, num_seqs, blocks,
+        GROUPS=groups, CHOSEN=chosen, WIDTH=triton.next_power_of_2(chosen), SEQS=MARKED_SEQUENCES,
+        PAGE=page_tokens, ROWS=MARKED_ROWS, num_warps=4,
+    )  # fmt: skip
     size = (num_seqs * blocks, groups, page_tokens, dim)
     wide = LayerPages(
         torch.empty(size, dtype=dtype, device=device),
@@ -77,16 +101,20 @@ def widen_chosen(
     scales = (pages.k_scale_PG, pages.v_scale_PG)
     is_scaled = scales[0] is not None
     _widen_kernel[(num_seqs * blocks, groups)](
-        pages.k_PGBD, pages.v_PGBD, *(scales if is_scaled else (number, number)),
+        pages.k_PGBD, pages.v_PGBD, *(scales if is_scaled else (used, used)),
         wide.k_PGBD, wide.v_PGBD,
-        rows.page_table_SJ, number,
+        rows.page_table_SJ, used,
         *pages.k_PGBD.stride()[:3], *pages.v_PGBD.stride()[:3],
         rows.page_table_SJ.stride(0), blocks,
         GROUPS=groups, PAGE=page_tokens, DIM=dim, SCALED=is_scaled, num_warps=8,
     )  # fmt: skip
-    table_SJ = number.clamp(min=0).view(num_seqs, blocks)
+    table_SJ = torch.arange(num_seqs * blocks, dtype=torch.int32, device=device)
     return wide, PagedRows(
-        rows.query_start_S1, rows.seq_lens_S, table_SJ, rows.max_query_len, rows.max_seq_len
+        rows.query_start_S1,
+        rows.seq_lens_S,
+        table_SJ.view(num_seqs, blocks),
+        rows.max_query_len,
+        rows.max_seq_len,
     )
 
 
