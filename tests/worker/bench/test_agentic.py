@@ -79,3 +79,26 @@ def test_arms_that_need_a_gpu_are_refused_by_name(capsys: pytest.CaptureFixture[
     assert run.main(["--toy", "--arms", "portable"]) == 2
     assert "portable" in capsys.readouterr().out
     assert ARMS["portable"].needs_cuda
+
+
+def test_the_other_parts_measure_on_a_toy_and_write_what_they_found(tmp_path: Path) -> None:
+    file = tmp_path / "parts.json"
+    parts = ["tier", "full_cache", "beside"]
+    arguments = ["--toy", "--turns", "1", "--shared-tokens", "140", "--output-scale", "0.4"]
+    assert run.main([*arguments, "--parts", *parts, "--json", str(file)]) == 0
+    found = json.loads(file.read_text())
+    resident, tiered = found["tier"]
+    assert tiered["equal_tokens"] == 1
+    assert resident["hot_share"] == 0
+    assert tiered["host_bytes"] > 0 < tiered["hit_share"] <= 1
+    assert [row["concurrency"] for row in found["full_cache"]] == [1, 2, 4]
+    assert max(row["of_peak"] for row in found["full_cache"]) == 1
+    assert [row["before"] for row in found["beside"]] == [0, 256]
+    for row in found["beside"]:
+        assert row["solo_tokens_per_s"] > 0 < row["beside_tokens_per_s"]
+        assert row["idle_p50_ms"] <= row["idle_p99_ms"]
+
+
+def test_an_unknown_part_is_refused_by_name(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run.main(["--toy", "--parts", "speed"]) == 2
+    assert "speed" in capsys.readouterr().out

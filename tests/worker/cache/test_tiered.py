@@ -19,6 +19,7 @@ from tests.worker.support import PagedRunner, Track, load
 
 TINY = Path(builtin_checkpoint("tiny"))
 CPU = torch.device("cpu")
+BOTH: tuple[PageMoves, PageMoves] = (page_moves, page_fetch)
 
 
 def page_value(page: int, part: int) -> float:
@@ -199,7 +200,7 @@ def test_the_kernels_move_what_plain_indexing_moves(dtype: torch.dtype) -> None:
 
     given: list[PageTier] = []
     host, hot = [draw(9, 2, 8, 24) for _ in range(2)], [draw(6, 2, 8, 24) for _ in range(2)]
-    for moves in (page_moves, page_fetch):
+    for moves in BOTH:
         tier = PageTier(torch.empty(2, 8, 24, dtype=dtype), 9, 5, moves)
         for target, source in zip((*tier.host, *tier.hot), (*host, *hot), strict=True):
             target.copy_(source)
@@ -224,7 +225,7 @@ def test_the_kernels_look_up_what_plain_indexing_looks_up() -> None:
     table = torch.randint(0, 20, (3, 6), generator=generator, dtype=torch.int32)
     wild = table.clone()
     wild[1, 2:] = 1 << 30
-    tiers = [PageTier(torch.empty(1, 2, 3), 20, 7, moves) for moves in (page_moves, page_fetch)]
+    tiers = [PageTier(torch.empty(1, 2, 3), 20, 7, moves) for moves in BOTH]
     for seqs in (None, torch.tensor([2, 0, 0])):
         plain, kernels = (tier.pages_of(blocks, table, seqs) for tier in tiers)
         assert plain.equal(kernels)

@@ -28,6 +28,7 @@ class Arm:
         what: one line for people.
         kernels: what becomes of the table of operations.
         keeps_mxfp8: whether weights stay in MXFP8.
+        paced: whether prompts beside decode are bounded by time.
         needs_cuda: its kernels do not run on a CPU.
     """
 
@@ -37,6 +38,7 @@ class Arm:
     prefix_cache: bool = True
     prefill_first: bool = False
     overlap: bool = True
+    paced: bool = True
     needs_cuda: bool = False
 
 
@@ -144,9 +146,15 @@ def _plain(weight: Weight, dtype: torch.dtype) -> Tensor:
 ARMS = {
     "full": Arm("everything on"),
     "full_mxfp8": Arm("everything on, weights in MXFP8", keeps_mxfp8=True),
-    "portable": Arm("as engines run on Hopper today: portable kernels", portable, needs_cuda=True),
+    "portable": Arm(
+        "as engines run on Hopper today: portable kernels", portable, paced=False, needs_cuda=True
+    ),
     "portable_mxfp8": Arm(
-        "the same, MXFP8 weights decoded for use", portable, keeps_mxfp8=True, needs_cuda=True
+        "the same, MXFP8 weights decoded for use",
+        portable,
+        keeps_mxfp8=True,
+        paced=False,
+        needs_cuda=True,
     ),
     "dense": Arm("attention to every key", dense),
     "query_major": Arm("prompts attend row by row", query_major, needs_cuda=True),

@@ -5,8 +5,9 @@ from __future__ import annotations
 import queue
 import statistics
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 
 from m3stack.bench.agentic.trace import Conversation
 from m3stack.client import default_sampling
@@ -14,7 +15,9 @@ from m3stack.engine.engine import Engine
 from m3stack.types import Event, Failed, Finished, Request, Tokens
 
 # longest silence of an engine before the run is given up
-SILENCE_S = 300.0
+SILENCE_S = 120.0
+# tokens between the ends of two requests while warming up: enough for a step's recording
+WARM_STEPS = 6
 
 
 class ReplayError(Exception):
@@ -55,19 +58,91 @@ class Mailbox:
     """Events of an engine with the time they came; its `put` is the engine's `deliver`."""
 
     def __init__(self) -> None:
-        self._events: queue.SimpleQueue[tuple[float, Sequence[tuple[int, Event]]]] = (
+        self._events: queue.SimpleQueue[tuple[float, Sequence[tuple[int, Event]]] | None] = (
             queue.SimpleQueue()
         )
+        self._failure: BaseException | None = None
 
     def put(self, events: Sequence[tuple[int, Event]]) -> None:
         self._events.put((time.perf_counter(), events))
 
+    def end(self, failure: BaseException | None) -> None:
+        """The engine's `on_exit`."""
+        self._failure = failure
+        self._events.put(None)
+
     def get(self) -> tuple[float, Sequence[tuple[int, Event]]]:
-        """The next ones; raises ReplayError after a long silence."""
+        """The next ones; raises ReplayError after a long silence, or if the engine has ended."""
         try:
-            return self._events.get(timeout=SILENCE_S)
+            found = self._events.get(timeout=SILENCE_S)
         except queue.Empty:
             raise ReplayError(f"the engine told nothing for {SILENCE_S:g} s") from None
+        if found is None:
+            raise ReplayError(f"the engine has ended: {self._failure}")
+        return found
+
+
+class Crowd:
+    """Requests of any kind, and when each of their tokens came.
+
+    Attributes:
+        times: arrival of each token, by handle.
+        tokens: the tokens, by handle.
+        ended: handles that got all their tokens.
+    """
+
+    def __init__(self, engine: Engine, mailbox: Mailbox, *, first_handle: int = 1_000_000) -> None:
+        self._engine, self._mailbox = engine, mailbox
+        self._next_handle = first_handle
+        self.times: dict[int, list[float]] = {}
+        self.tokens: dict[int, list[int]] = {}
+        self.ended: set[int] = set()
+
+    def submit(self, tokens: Sequence[int], max_tokens: int) -> int:
+        """Asks for that many tokens behind a prompt; returns the request's handle."""
+        handle = self._next_handle
+        self._next_handle += 1
+        self.times[handle], self.tokens[handle] = [], []
+        rules = default_sampling(max_tokens, ignore_eos=True)
+        self._engine.submit(handle, Request(f"bench-{handle}", tuple(tokens), rules))
+        return handle
+
+    def wait(self, is_done: Callable[[], bool]) -> None:
+        """Takes events until something holds; raises ReplayError if a request fails."""
+        while not is_done():
+            now, events = self._mailbox.get()
+            for handle, event in events:
+                if isinstance(event, Tokens) and handle in self.times:
+                    self.times[handle].append(now)
+                    self.tokens[handle].extend(event.token_ids)
+                elif isinstance(event, Failed):
+                    raise ReplayError(f"a request failed: {event.message}")
+                elif isinstance(event, Finished):
+                    self.ended.add(handle)
+
+    def wait_ended(self, *handles: int) -> None:
+        self.wait(lambda: self.ended.issuperset(handles))
+
+    def wait_tokens(self, handles: Sequence[int], count: int) -> None:
+        """Until each of some requests has that many tokens."""
+        self.wait(lambda: all(len(self.times[handle]) >= count for handle in handles))
+
+    def cancel(self, *handles: int) -> None:
+        """Ends requests; events of theirs that still come mean nothing."""
+        for handle in handles:
+            self._engine.cancel(handle)
+
+    def gaps(self, handles: Sequence[int], since: float, until: float) -> list[float]:
+        """Seconds between tokens of requests, those that came within a time."""
+        found: list[float] = []
+        for handle in handles:
+            times = self.times[handle]
+            found += [
+                later - earlier
+                for earlier, later in pairwise(times)
+                if earlier >= since and later <= until
+            ]
+        return found
 
 
 class Replay:
@@ -84,9 +159,26 @@ class Replay:
         self._shared = shared
         self._next_handle = 0
 
-    def warm(self) -> None:
-        """Has the shared beginning computed once."""
-        self._run([_Talk(Conversation(()), list(self._shared))], [], [], probe_tokens=4)
+    def warm(self, concurrency: int, reaches: Sequence[int] = ()) -> None:
+        """Has the shared beginning computed, and every size of step compiled and recorded.
+
+        Args:
+            concurrency: requests at once that are to be measured.
+            reaches: lengths beyond the shared beginning that contexts will come to; one request
+                of each is run to its end beside shorter ones, which end one after the other.
+        """
+        crowd = Crowd(self._engine, self._mailbox, first_handle=1 << 40)
+        crowd.wait_ended(crowd.submit(self._shared, 2))
+        for number, reach in enumerate(reaches):
+            asked = [
+                crowd.submit(
+                    (*self._shared, *(number + i + place for i in range(20))), WARM_STEPS * place
+                )
+                for place in range(1, concurrency)
+            ]
+            longest = (*self._shared, *(number + 7 * i % 251 for i in range(reach)))
+            asked.append(crowd.submit(longest, WARM_STEPS * concurrency + 8))
+            crowd.wait_ended(*asked)
 
     def measure(self, arm: str, scripts: Sequence[Conversation]) -> Measured:
         """Times one run of all conversations at once.
@@ -106,7 +198,7 @@ class Replay:
             arm=arm,
             output_tokens_per_s=output / seconds,
             ttft_p50_ms=statistics.median(first_s) * 1e3,
-            itl_p99_ms=_quantile(between_s, 0.99) * 1e3,
+            itl_p99_ms=quantile(between_s, 0.99) * 1e3,
             output_tokens=output,
             seconds=seconds,
             cached_share=cached / prompt,
@@ -117,11 +209,9 @@ class Replay:
         talks: list[_Talk],
         first_s: list[float],
         between_s: list[float],
-        *,
-        probe_tokens: int = 0,
     ) -> tuple[int, int]:
         """Runs talks to their end; returns prompt tokens and those of them that were cached."""
-        live = {self._ask(talk, probe_tokens): talk for talk in talks}
+        live = {self._ask(talk): talk for talk in talks}
         prompt = cached = 0
         while live:
             now, events = self._mailbox.get()
@@ -142,28 +232,23 @@ class Replay:
                     prompt += event.usage.prompt_tokens
                     cached += event.usage.cached_tokens
                     del live[handle]
-                    if self._close_turn(talk, probe_tokens):
-                        live[self._ask(talk, 0)] = talk
+                    if self._close_turn(talk):
+                        live[self._ask(talk)] = talk
         return prompt, cached
 
-    def _ask(self, talk: _Talk, probe_tokens: int) -> int:
-        wanted = probe_tokens
-        if not probe_tokens:
-            turn = talk.script.turns[talk.turn]
-            talk.tokens.extend(turn.new_token_ids)
-            wanted = turn.output_tokens
+    def _ask(self, talk: _Talk) -> int:
+        turn = talk.script.turns[talk.turn]
+        talk.tokens.extend(turn.new_token_ids)
         handle = self._next_handle
         self._next_handle += 1
         talk.answer = []
         talk.asked_at = time.perf_counter()
-        rules = default_sampling(wanted, ignore_eos=True)
+        rules = default_sampling(turn.output_tokens, ignore_eos=True)
         self._engine.submit(handle, Request(f"agent-{handle}", tuple(talk.tokens), rules))
         return handle
 
-    def _close_turn(self, talk: _Talk, probe_tokens: int) -> bool:
+    def _close_turn(self, talk: _Talk) -> bool:
         """Takes an answer into what was said; False at the end of the talk."""
-        if probe_tokens:
-            return False
         wanted = talk.script.turns[talk.turn].output_tokens
         if len(talk.answer) != wanted:
             raise ReplayError(f"{len(talk.answer)} tokens were told of {wanted}")
@@ -172,6 +257,7 @@ class Replay:
         return talk.turn < len(talk.script.turns)
 
 
-def _quantile(values: Sequence[float], share: float) -> float:
+def quantile(values: Sequence[float], share: float) -> float:
+    """The value that a share of all values does not exceed."""
     ordered = sorted(values)
     return ordered[min(len(ordered) - 1, int(share * len(ordered)))]

@@ -3,27 +3,31 @@
 Conversations share a long beginning; each turn adds a tool's answer and is asked as soon as the
 last one was answered. The model has the released widths, one dense and a few sparse layers, and
 random weights; `--toy` is the built-in checkpoint's size and a trace that a CPU replays in
-seconds. Every request must be answered in full, or the run fails.
+seconds. Every request must be answered in full, or the run fails. Other parts measure what the
+engine promises beside that: see `PARTS`.
 """
 
 from __future__ import annotations
 
 import argparse
-import gc
 import json
 import logging
 import sys
-from collections.abc import Sequence
-from dataclasses import asdict
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from typing import Any
 
 import torch
 
+from m3stack.bench.agentic import beside, full_cache, shares, tier
 from m3stack.bench.agentic.arms import ARMS
-from m3stack.bench.agentic.replay import Measured, Replay, ReplayError
+from m3stack.bench.agentic.models import Models, truncated, without_dense_layers
+from m3stack.bench.agentic.replay import Replay, ReplayError
 from m3stack.bench.agentic.report import write_report
 from m3stack.bench.agentic.trace import TraceShape, conversations, shared_prefix
-from m3stack.bench.agentic.worker import Sizes, build_model, running_engine, truncated
+from m3stack.bench.agentic.worker import GRAPH_BYTES, Sizes, running_engine
 from m3stack.checkpoints import builtin_checkpoint
 from m3stack.kernels.build import KernelUnavailableError
 from m3stack.memory_plan import released_model_config
@@ -31,7 +35,161 @@ from m3stack.models.minimax_m3.config import M3Config
 
 CONCURRENCIES = (1, 2, 4, 8, 16, 32, 64)
 SPARSE_LAYERS = 4
+SLOWDOWN = 1.8
 TOY = TraceShape(shared=300, new=(10, 40), output=(4, 10), turns=2)
+TOY_BESIDE = beside.BesideShape(
+    decoding=2,
+    decoding_context=40,
+    befores=(0, 256),
+    stretch=256,
+    max_mixed_tokens=64,
+    max_batch_tokens=64,
+    idle_tokens=20,
+)
+TOY_TIER = tier.TierShape(
+    requests=2, context=1024, hot_shares=(1.0,), settling=6, tokens=6, max_batch_tokens=256
+)
+
+
+@dataclass(slots=True)
+class Document:
+    """What is written: rows of the trace, and of every other part under its name."""
+
+    rows: list[dict[str, Any]] = field(default_factory=list[dict[str, Any]])
+    parts: dict[str, Any] = field(default_factory=dict[str, Any])
+
+
+class Bench:
+    """One run: its sizes, its models, and what it has found so far."""
+
+    def __init__(self, arguments: argparse.Namespace, device: torch.device) -> None:
+        self.arguments, self.device = arguments, device
+        shape = TOY if arguments.toy else TraceShape()
+        low, high = shape.output
+        self.shape = TraceShape(
+            arguments.shared_tokens or shape.shared,
+            shape.new,
+            (max(1, int(low * arguments.output_scale)), max(1, int(high * arguments.output_scale))),
+            arguments.turns or shape.turns,
+        )
+        config = (
+            M3Config.from_dir(builtin_checkpoint("tiny"))
+            if arguments.toy
+            else truncated(released_model_config(), arguments.sparse_layers)
+        )
+        self.models = Models(config, arguments.kernels, device)
+        self.document = Document()
+
+    def trace(self, arm_name: str, concurrencies: Sequence[int]) -> None:
+        """Rows of one arm."""
+        arm, shape, config = ARMS[arm_name], self.shape, self.models.config
+        most = max(concurrencies)
+        growing = shape.turns * (shape.new[1] + shape.output[1])
+        pages = -(-shape.shared // config.block_tokens)
+        own = -(-growing // config.block_tokens) + 2
+        if not arm.prefix_cache:
+            own += pages
+        batch, mixed = self._step_tokens(most)
+        sizes = Sizes(
+            num_pages=self.arguments.pages or pages + most * own,
+            max_batch_tokens=batch,
+            max_mixed_tokens=mixed,
+            max_sequences=most,
+            slowdown=SLOWDOWN if arm.paced else 0.0,
+            prefix_cache=arm.prefix_cache,
+            prefill_first=arm.prefill_first,
+            overlap=arm.overlap,
+        )
+        model = self.models.get(arm)
+        shared = shared_prefix(shape, config.vocab_size - 64)
+        with running_engine(model, sizes) as running:
+            replay = Replay(running.engine, running.mailbox, shared)
+            replay.warm(most, (64, growing))
+            for concurrency in concurrencies:
+                scripts = conversations(shape, concurrency, config.vocab_size - 64)
+                row = replay.measure(arm_name, scripts)
+                self.document.rows.append(asdict(row))
+                say(
+                    f"{arm_name:16} concurrency {concurrency:3d}: "
+                    f"{row.output_tokens_per_s:9.1f} tokens/s, "
+                    f"first token {row.ttft_p50_ms:8.1f} ms, between tokens p99 "
+                    f"{row.itl_p99_ms:7.2f} ms, cached {row.cached_share:.0%}"
+                )
+            if running.graphs is not None:
+                say(
+                    f"{arm_name:16} recorded steps replayed {running.graphs.num_replays} times, "
+                    f"{running.graphs.num_bytes >> 20} MiB of {GRAPH_BYTES >> 20}"
+                )
+
+    def beside(self) -> None:
+        """A long prompt beside decode, in sparse layers alone."""
+        shape = TOY_BESIDE if self.arguments.toy else beside.BesideShape()
+        model = without_dense_layers(self.models.get(ARMS["full"]))
+        self._add("beside", [asdict(row) for row in beside.measure(model, shape)])
+
+    def beside_fixed(self) -> None:
+        """The same with steps bounded by tokens alone."""
+        model = without_dense_layers(self.models.get(ARMS["full"]))
+        rows: list[dict[str, Any]] = []
+        for tokens in (64,) if self.arguments.toy else (512, 1024, 2048):
+            shape = (
+                TOY_BESIDE
+                if self.arguments.toy
+                else beside.BesideShape(befores=(983_040,), stretch=32_640)
+            )
+            shape = beside.BesideShape(
+                decoding=shape.decoding,
+                decoding_context=shape.decoding_context,
+                befores=shape.befores[-1:],
+                stretch=shape.stretch,
+                slowdown=0.0,
+                max_mixed_tokens=tokens,
+                max_batch_tokens=shape.max_batch_tokens,
+            )
+            rows += [asdict(row) for row in beside.measure(model, shape)]
+        self._add("beside_fixed", rows)
+
+    def full_cache(self) -> None:
+        """Throughput at twice the concurrency that fills the cache."""
+        shape = full_cache.FullCacheShape(self.shape)
+        if self.arguments.toy:
+            shape = full_cache.FullCacheShape(
+                self.shape, 2, (1, 2, 4), 16, max_batch_tokens=64, max_mixed_tokens=32, slowdown=0
+            )
+        model = self.models.get(ARMS["full"])
+        self._add("full_cache", [asdict(row) for row in full_cache.measure(model, shape)])
+
+    def tier(self) -> None:
+        """Keys and values of cold pages in host memory, in sparse layers alone."""
+        shape = TOY_TIER if self.arguments.toy else tier.TierShape()
+        self._add("tier", [asdict(row) for row in tier.measure(self.models, shape)])
+
+    def shares(self) -> None:
+        """Kernel times of decode steps, dense beside MSA."""
+        found: dict[str, Any] = {}
+        requests, context, steps = (2, 300, 4) if self.arguments.toy else (8, 60_032, 60)
+        for name in ("full", "dense"):
+            model = self.models.get(ARMS[name])
+            found[name] = shares.measure(model, requests=requests, context=context, steps=steps)
+        self._add("shares", found)
+
+    def _add(self, name: str, found: Any) -> None:
+        self.document.parts[name] = found
+        for row in found if isinstance(found, list) else ():
+            say(f"{name:16} " + " ".join(f"{key}={_short(value)}" for key, value in row.items()))
+
+    def _step_tokens(self, most: int) -> tuple[int, int]:
+        batch, mixed = (64, 32) if self.arguments.toy else (8192, 2048)
+        return max(batch, 2 * most), max(mixed, 2 * most)
+
+
+PARTS: dict[str, Callable[[Bench], None]] = {
+    "beside": Bench.beside,
+    "beside_fixed": Bench.beside_fixed,
+    "tier": Bench.tier,
+    "full_cache": Bench.full_cache,
+    "shares": Bench.shares,
+}
 
 
 def main(argv: Sequence[str]) -> int:
@@ -46,34 +204,83 @@ def main(argv: Sequence[str]) -> int:
         # a model this small only loses time by sharing its operations between threads
         torch.set_num_threads(1)
     able = [name for name, arm in ARMS.items() if device.type == "cuda" or not arm.needs_cuda]
-    names = arguments.arms or able
-    unable = sorted(set(names) - set(able))
+    unable = sorted(name for name in arguments.arms or able if name.partition(":")[0] not in able)
     if unable:
         print(
             f"m3stack bench agentic: no arm {', '.join(unable)} here; there are {', '.join(able)}"
         )
         return 2
-    rows: list[Measured] = []
-    failed = False
-    for name in names:
-        try:
-            rows += _measure_arm(name, arguments, device)
-        except (ReplayError, KernelUnavailableError, torch.OutOfMemoryError) as error:
-            print(f"{name:16} failed: {error}", file=sys.stderr, flush=True)
-            failed = True
-        gc.collect()
+    unknown = sorted(set(arguments.parts) - {"trace", *PARTS})
+    if unknown:
+        print(f"m3stack bench agentic: no part {', '.join(unknown)}; there are trace, "
+              f"{', '.join(PARTS)}")  # fmt: skip
+        return 2
+    bench = Bench(arguments, device)
+    jobs: list[tuple[str, Callable[[], None]]] = []
+    for part in arguments.parts:
+        if part == "trace":
+            jobs += [(name, _arm_job(bench, name)) for name in arguments.arms or able]
+        else:
+            jobs.append((part, _part_job(bench, part)))
+    is_good = True
+    for name, job in jobs:
+        is_good &= _try(name, job)
         if arguments.json is not None:
-            _write(arguments.json, rows, argv, device)
-    return 1 if failed or not rows else 0
+            _write(arguments.json, bench, argv)
+    return 0 if is_good and (bench.document.rows or bench.document.parts) else 1
+
+
+def say(line: str) -> None:
+    print(f"{time.monotonic():10.1f} {line}", flush=True)
+
+
+def _arm_job(bench: Bench, name: str) -> Callable[[], None]:
+    arm, _, given = name.partition(":")
+    own = [int(number) for number in given.split(",")] if given else bench.arguments.concurrency
+    return lambda: bench.trace(arm, own)
+
+
+def _part_job(bench: Bench, name: str) -> Callable[[], None]:
+    return lambda: PARTS[name](bench)
+
+
+def _try(name: str, job: Callable[[], None]) -> bool:
+    """Whether a job has ended well; what went wrong is printed, and others go on."""
+    began_at = time.monotonic()
+    try:
+        job()
+    except (ReplayError, KernelUnavailableError, torch.OutOfMemoryError) as error:
+        print(f"{name:16} failed: {error}", file=sys.stderr, flush=True)
+        return False
+    say(f"{name:16} done in {time.monotonic() - began_at:.1f} s")
+    return True
+
+
+def _short(value: object) -> str:
+    return f"{value:.4g}" if isinstance(value, float) else str(value)
 
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="m3stack bench agentic", description=__doc__)
     parser.add_argument("--toy", action="store_true", help="a small trace and model, on the CPU")
-    parser.add_argument("--arms", nargs="+", default=None, metavar="ARM")
+    parser.add_argument(
+        "--parts",
+        nargs="+",
+        default=["trace"],
+        metavar="PART",
+        help=f"what to measure, in this order: trace, {', '.join(PARTS)}",
+    )
+    parser.add_argument(
+        "--arms",
+        nargs="+",
+        default=None,
+        metavar="ARM",
+        help="of the trace; ARM:8,32 has concurrencies of its own",
+    )
     parser.add_argument("--concurrency", nargs="+", type=int, default=list(CONCURRENCIES))
     parser.add_argument("--shared-tokens", type=int, default=None, help="of the shared beginning")
     parser.add_argument("--turns", type=int, default=None, help="of each conversation")
+    parser.add_argument("--output-scale", type=float, default=1.0, help="of the turns' outputs")
     parser.add_argument("--sparse-layers", type=int, default=SPARSE_LAYERS)
     parser.add_argument("--pages", type=int, default=0, help="of the cache; 0: as many as it takes")
     parser.add_argument("--kernels", default="auto")
@@ -81,56 +288,14 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _measure_arm(name: str, arguments: argparse.Namespace, device: torch.device) -> list[Measured]:
-    arm, shape = ARMS[name], TOY if arguments.toy else TraceShape()
-    shape = TraceShape(
-        arguments.shared_tokens or shape.shared,
-        shape.new,
-        shape.output,
-        arguments.turns or shape.turns,
-    )
-    config = (
-        M3Config.from_dir(builtin_checkpoint("tiny"))
-        if arguments.toy
-        else truncated(released_model_config(), arguments.sparse_layers)
-    )
-    most = max(arguments.concurrency)
-    growing = shape.turns * (shape.new[1] + shape.output[1])
-    pages = -(-shape.shared // config.block_tokens)
-    own = -(-growing // config.block_tokens) + 2
-    if not arm.prefix_cache:
-        own += pages
-    sizes = Sizes(
-        num_pages=arguments.pages or pages + most * own,
-        max_batch_tokens=max(64 if arguments.toy else 8192, 2 * most),
-        max_mixed_tokens=max(32 if arguments.toy else 2048, 2 * most),
-        max_sequences=most,
-    )
-    model = build_model(config, arm, arguments.kernels, device)
-    shared = shared_prefix(shape, config.vocab_size - 64)
-    rows: list[Measured] = []
-    with running_engine(model, arm, sizes) as (engine, mailbox):
-        replay = Replay(engine, mailbox, shared)
-        replay.warm()
-        for concurrency in arguments.concurrency:
-            scripts = conversations(shape, concurrency, config.vocab_size - 64)
-            row = replay.measure(name, scripts)
-            rows.append(row)
-            print(
-                f"{name:16} concurrency {concurrency:3d}: {row.output_tokens_per_s:9.1f} tokens/s, "
-                f"first token {row.ttft_p50_ms:8.1f} ms, between tokens p99 "
-                f"{row.itl_p99_ms:7.2f} ms, cached {row.cached_share:.0%}",
-                flush=True,
-            )
-    return rows
-
-
-def _write(path: Path, rows: Sequence[Measured], argv: Sequence[str], device: torch.device) -> None:
+def _write(path: Path, bench: Bench, argv: Sequence[str]) -> None:
+    device = bench.device
     machine = torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
     document = {
         "command": "m3stack bench agentic " + " ".join(argv),
         "machine": f"{machine}, torch {torch.__version__}",
-        "rows": [asdict(row) for row in rows],
+        "rows": bench.document.rows,
+        **bench.document.parts,
     }
     path.write_text(json.dumps(document, indent=1) + "\n")
     write_report(path)

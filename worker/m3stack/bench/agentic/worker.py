@@ -1,92 +1,154 @@
-"""An engine for one arm, over a model that stands already: no gRPC, no tokenizer, no pictures."""
+"""An engine over a model that stands already: no gRPC, no tokenizer, no pictures."""
 
 from __future__ import annotations
 
 import gc
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
-from m3stack.assemble import kernel_shape
-from m3stack.bench.agentic.arms import Arm
+from m3stack.batch import DeviceBatch, LayerCache
 from m3stack.bench.agentic.replay import Mailbox
+from m3stack.cache.host import HostTier
+from m3stack.cache.host_pool import HostPool
 from m3stack.cache.media import MediaLedger
 from m3stack.cache.pages import PageAllocator
 from m3stack.cache.pool import KvPool, PageShape
 from m3stack.cache.prefix import PrefixCache
+from m3stack.cache.tiered import TieredPages, TieredPool
 from m3stack.engine.budget import SchedulerLimits
 from m3stack.engine.encoder import Encoder
 from m3stack.engine.engine import Engine, EngineParts, EngineSettings
 from m3stack.engine.graphs import CudaRecorder, DecodeGraphs
 from m3stack.engine.inputs import InputBuilder
-from m3stack.engine.runner import ModelRunner
+from m3stack.engine.pace import Pace, PaceLimits
+from m3stack.engine.runner import Forward, ModelRunner
 from m3stack.engine.sampler import Sampler
 from m3stack.engine.scheduler import Scheduler
-from m3stack.kernels.select import build_kernels
-from m3stack.layers import Place
 from m3stack.models.minimax_m3.config import M3Config
 from m3stack.models.minimax_m3.model import M3Model
-from m3stack.models.minimax_m3.random_weights import random_model
 from m3stack.telemetry import WorkerMetrics
 
 GRAPH_BYTES = 2 << 30
+# as the worker's own settings
+GROWTH_PREFIX_TOKENS, RESTORE_COST_TOKENS = 131_072, 16
 STOP_S = 60.0
-
-
-def truncated(config: M3Config, num_sparse: int) -> M3Config:
-    """The same widths with the first dense layer, `num_sparse` sparse ones and next to no ViT."""
-    return replace(
-        config,
-        num_layers=1 + num_sparse,
-        sparse_layers=(False, *(True,) * num_sparse),
-        moe_layers=(False, *(True,) * num_sparse),
-        vision=replace(config.vision, num_layers=1),
-        quantization=None,
-    )
 
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
-    """Bounds that all arms share.
+    """What an engine is made of.
 
     Attributes:
         num_pages: of the cache.
         max_batch_tokens, max_mixed_tokens: of a step, and of one beside decode.
         max_sequences: that run at once.
+        slowdown: of steps with prompts; 0: bounded by tokens alone.
+        prefix_cache, prefill_first, overlap: as in `Arm`.
+        host_slots: pages of host memory for those the device has no room for.
+        hot_pages: pages whose keys and values stay on the device; 0: all.
+        filled: whether pages hold numbers from the start, and prompts can be passed over.
     """
 
     num_pages: int
     max_batch_tokens: int
     max_mixed_tokens: int
     max_sequences: int
+    slowdown: float = 0.0
+    prefix_cache: bool = True
+    prefill_first: bool = False
+    overlap: bool = True
+    host_slots: int = 0
+    hot_pages: int = 0
+    filled: bool = False
 
 
-def build_model(config: M3Config, arm: Arm, kernels: str, device: torch.device) -> M3Model:
-    """The arm's model, weights drawn on the device."""
-    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
-    table = build_kernels(kernels, shape=kernel_shape(config, dtype), device=device)
-    place = Place(device, dtype, keeps_mxfp8=arm.keeps_mxfp8)
-    return random_model(config, kernels=arm.kernels(table), place=place)
+class Passing:
+    """A forward that can let steps pass: their pages keep what is in them.
+
+    Args:
+        forward: of the model.
+        vocab_size: of its logits.
+    """
+
+    def __init__(self, forward: Forward, vocab_size: int) -> None:
+        self._forward = forward
+        self._vocab_size = vocab_size
+        self.is_on = False
+
+    def __call__(self, batch: DeviceBatch, caches: LayerCache) -> Tensor:
+        if not self.is_on:
+            return self._forward(batch, caches)
+        count = batch.sample_rows_S.shape[0]
+        size = (count, self._vocab_size)
+        return torch.zeros(size, dtype=torch.float32, device=batch.token_ids_T.device)
 
 
-@contextmanager
-def running_engine(model: M3Model, arm: Arm, sizes: Sizes) -> Iterator[tuple[Engine, Mailbox]]:
-    """An engine of the arm; stopped, its memory given back, at the end of the block."""
-    config, device = model.config, model.embedding.device
-    shape = PageShape(
+@dataclass(slots=True)
+class Running:
+    """An engine that runs.
+
+    Attributes:
+        graphs: its recorded steps; None on a CPU.
+        passing: lets prompts pass while it is on; only where pages are filled.
+    """
+
+    engine: Engine
+    mailbox: Mailbox
+    pool: KvPool
+    graphs: DecodeGraphs | None
+    passing: Passing | None
+    metrics: WorkerMetrics
+
+    @property
+    def preemptions(self) -> int:
+        """Requests that lost their pages so far."""
+        value = self.metrics.registry.get_sample_value("m3stack_worker_preemptions_total")
+        return int(value or 0)
+
+
+def page_shape(config: M3Config, dtype: torch.dtype) -> PageShape:
+    return PageShape(
         sparse_layers=config.sparse_layers,
         num_kv_heads=config.num_kv_heads,
         head_dim=config.head_dim,
         index_dim=config.index_dim,
         page_tokens=config.block_tokens,
-        dtype=model.embedding.dtype,
+        dtype=dtype,
     )
-    pool = KvPool(shape, sizes.num_pages, device)
-    forward = model.forward
+
+
+def fill(pool: KvPool) -> None:
+    """Gives every page normal values, the same for a page wherever it is kept."""
+    for number, layer in enumerate(pool.layers):
+        tier = layer.tier if isinstance(layer, TieredPages) else None
+        targets = [*(tier.host if tier is not None else (layer.k_PGBD, layer.v_PGBD))]
+        if layer.index_k_PBD is not None:
+            targets.append(layer.index_k_PBD)
+        device = layer.k_PGBD.device
+        for part, target in enumerate(targets):
+            generator = torch.Generator(device).manual_seed(10 * number + part)
+            for pages in target.split(256):
+                drawn = torch.empty(pages.shape, dtype=pages.dtype, device=device)
+                pages.copy_(drawn.normal_(generator=generator))
+
+
+@contextmanager
+def running_engine(model: M3Model, sizes: Sizes) -> Iterator[Running]:
+    """An engine over a model; stopped, its memory given back, at the end of the block."""
+    config, device = model.config, model.embedding.device
+    shape = page_shape(config, model.embedding.dtype)
+    if sizes.hot_pages:
+        pool = TieredPool(shape, sizes.num_pages, device, num_hot=sizes.hot_pages)
+    else:
+        pool = KvPool(shape, sizes.num_pages, device)
+    forward: Forward = model.forward
+    graphs = passing = None
     if device.type == "cuda":
-        forward = DecodeGraphs(
+        forward = graphs = DecodeGraphs(
             model.forward,
             pool.layers,
             record=CudaRecorder(device),
@@ -94,6 +156,10 @@ def running_engine(model: M3Model, arm: Arm, sizes: Sizes) -> Iterator[tuple[Eng
             max_sequences=sizes.max_sequences,
             budget_bytes=GRAPH_BYTES,
         )
+    if sizes.filled:
+        fill(pool)
+        forward = passing = Passing(forward, config.vocab_size)
+    host = HostPool(pool, sizes.host_slots) if sizes.host_slots else None
     media = MediaLedger(1)
     runner = ModelRunner(
         forward,
@@ -101,40 +167,45 @@ def running_engine(model: M3Model, arm: Arm, sizes: Sizes) -> Iterator[tuple[Eng
         encoder=Encoder(model.encode_media, media, device),
         inputs=InputBuilder(config.block_tokens, device),
         sampler=Sampler(config.vocab_size, device),
+        copy_page=None if host is None else host.copy,
     )
-    pages = PrefixCache(PageAllocator(sizes.num_pages), enabled=arm.prefix_cache)
+    tier = host and HostTier(host.num_slots, restore_cost_tokens=RESTORE_COST_TOKENS)
+    pages = PrefixCache(PageAllocator(sizes.num_pages), enabled=sizes.prefix_cache, host=tier)
     limits = SchedulerLimits(
         max_batch_tokens=sizes.max_batch_tokens,
         max_sequences=sizes.max_sequences,
         max_encode_patches=1,
         max_mixed_tokens=sizes.max_mixed_tokens,
-        prefill_first=arm.prefill_first,
+        growth_prefix_tokens=GROWTH_PREFIX_TOKENS,
+        prefill_first=sizes.prefill_first,
     )
-    mailbox = Mailbox()
+    pace = Pace(PaceLimits(sizes.slowdown)) if sizes.slowdown else None
+    mailbox, metrics = Mailbox(), WorkerMetrics()
     engine = Engine(
         EngineParts(
-            Scheduler(limits, pages, media),
+            Scheduler(limits, pages, media, pace),
             pages,
             runner,
             media,
-            WorkerMetrics(),
-            runner if arm.overlap else None,
+            metrics,
+            runner if sizes.overlap else None,
         ),
         EngineSettings(
             page_tokens=config.block_tokens,
             max_context_tokens=sizes.num_pages * config.block_tokens,
             eos_token_id=config.eos_token_id,
+            page_bytes=shape.bytes_per_page,
         ),
         deliver=mailbox.put,
-        on_exit=lambda failure: None,
+        on_exit=mailbox.end,
     )
     engine.start()
     try:
-        yield engine, mailbox
+        yield Running(engine, mailbox, pool, graphs, passing, metrics)
     finally:
         engine.stop()
         engine.join(STOP_S)
-        del engine, runner, pool, forward
+        del engine, runner, pool, forward, graphs, passing, host
         gc.collect()
         if device.type == "cuda":
             torch.cuda.empty_cache()
