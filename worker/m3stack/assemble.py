@@ -31,7 +31,7 @@ from m3stack.engine.runner import NO_PEERS, Forward, ModelRunner, Peers, Runner
 from m3stack.engine.sampler import Sampler
 from m3stack.engine.scheduler import Scheduler
 from m3stack.errors import StartupError
-from m3stack.gpu_steps import bytes_of_steps, forward_of, overlaps_steps, pace_of
+from m3stack.gpu_steps import bytes_of_steps, device_counts, forward_of, overlaps_steps, pace_of
 from m3stack.group import Joined, RankGroup, Setup
 from m3stack.hardware import Hardware, choose_hardware
 from m3stack.kernels.build import KernelUnavailableError
@@ -190,6 +190,7 @@ def _assemble_leader(config: WorkerConfig, ground: Ground, around: Surroundings)
     sampler = Sampler(model_config.vocab_size, hardware.device, constraints)
     peers = NO_PEERS if group is None else GroupPeers(group.joined.control)
     forward = forward_of(config, model, pool, hardware.device, is_alone=mesh.size == 1)
+    around.metrics.watch_device(device_counts(model, pool, forward))
     whole = _runner(model, pool, host_pool, encoder, forward=forward, sampler=sampler, peers=peers)
     runner: Runner = whole
     if group is not None:

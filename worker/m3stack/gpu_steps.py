@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 
 from m3stack.cache.pool import KvPool
+from m3stack.cache.tiered import TieredPages
 from m3stack.config import WorkerConfig
 from m3stack.dry_run import run_largest_step
 from m3stack.engine.budget import SchedulerLimits
@@ -13,8 +16,10 @@ from m3stack.engine.pace import Pace, PaceLimits
 from m3stack.engine.runner import Forward
 from m3stack.errors import StartupError
 from m3stack.hardware import Hardware
+from m3stack.kernels.msa.with_cuda import CudaMsa
 from m3stack.models.minimax_m3.model import M3Model
 from m3stack.pools import context_limit, page_shape
+from m3stack.telemetry import DeviceCounts
 
 GPU_GRAPH_BYTES = 2 << 30
 GPU_SLOWDOWN = 1.8
@@ -33,6 +38,29 @@ def overlaps_steps(config: WorkerConfig, device: torch.device) -> bool:
     if config.step_overlap == "auto":
         return device.type == "cuda" and config.tensor_parallel == 1
     return config.step_overlap == "on"
+
+
+def device_counts(model: M3Model, pool: KvPool, forward: Forward) -> Callable[[], DeviceCounts]:
+    """Reads what is counted where steps run; a call waits for the device where there is one."""
+    graphs = forward if isinstance(forward, DecodeGraphs) else None
+    tiers = [layer.tier for layer in pool.layers if isinstance(layer, TieredPages) and layer.tier]
+    # operations are methods of whoever counts
+    msa = getattr(model.kernels.choose_blocks, "__self__", None)
+    prefill = msa.prefill if isinstance(msa, CudaMsa) else None
+
+    def read() -> DeviceCounts:
+        parts = [tier.counts() for tier in tiers]
+        overlap = None if prefill is None else prefill.overlap()
+        return DeviceCounts(
+            recorded_steps=None if graphs is None else graphs.num_replays,
+            recorded_bytes=None if graphs is None else graphs.num_bytes,
+            asked_parts=sum(asked for asked, _ in parts) if parts else None,
+            fetched_parts=sum(fetched for _, fetched in parts) if parts else None,
+            chosen_blocks=None if overlap is None else overlap.chosen_blocks,
+            loaded_blocks=None if overlap is None else overlap.union_blocks,
+        )
+
+    return read
 
 
 def bytes_of_steps(config: WorkerConfig, model: M3Model, limits: SchedulerLimits) -> int:

@@ -5,9 +5,13 @@ from __future__ import annotations
 import logging
 import sys
 import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import TextIO
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Metric
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+from prometheus_client.registry import Collector
 
 from m3stack.errors import ErrorKind
 from m3stack.types import FinishReason, Load
@@ -42,6 +46,59 @@ OUTCOMES = (
     *(reason.name.lower() for reason in FinishReason),
     *(kind.name.lower() for kind in ErrorKind),
 )
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceCounts:
+    """What is counted where steps run, since the start; None where there is nothing to count.
+
+    Attributes:
+        recorded_steps, recorded_bytes: replays of recorded steps, and what recordings hold.
+        asked_parts, fetched_parts: of pages with a home in host memory, those that attention
+            asked for, and those of them that had to come from there.
+        chosen_blocks, loaded_blocks: in prompts, blocks that tiles of rows chose, a row; and blocks
+            loaded for a tile, each once however many of its rows chose it.
+    """
+
+    recorded_steps: int | None = None
+    recorded_bytes: int | None = None
+    asked_parts: int | None = None
+    fetched_parts: int | None = None
+    chosen_blocks: int | None = None
+    loaded_blocks: int | None = None
+
+
+_DEVICE_COUNTERS = (
+    ("recorded_steps", "recorded_steps", "Decode steps replayed from recordings."),
+    ("asked_parts", "tier_asked_parts", "Parts of pages that attention asked a tiered cache for."),
+    ("fetched_parts", "tier_fetched_parts", "Those that had to come from host memory."),
+    ("chosen_blocks", "prefill_chosen_blocks", "Blocks that tiles of prompt rows chose, a row."),
+    ("loaded_blocks", "prefill_loaded_blocks", "Blocks loaded for tiles, once for all their rows."),
+)
+
+
+class _DeviceNumbers(Collector):
+    """Device counters, read when somebody asks for metrics: that waits for the steps under way."""
+
+    def __init__(self, read: Callable[[], DeviceCounts]) -> None:
+        self._read = read
+
+    def describe(self) -> Iterator[Metric]:
+        """Nothing: registering must not wait for the device."""
+        return iter(())
+
+    def collect(self) -> Iterator[Metric]:
+        counts = self._read()
+        for name, metric, text in _DEVICE_COUNTERS:
+            value: int | None = getattr(counts, name)
+            if value is not None:
+                yield CounterMetricFamily(f"m3stack_worker_{metric}", text, value=value)
+        if counts.recorded_bytes is not None:
+            yield GaugeMetricFamily(
+                "m3stack_worker_recorded_step_bytes",
+                "Device memory of recorded steps.",
+                value=counts.recorded_bytes,
+            )
 
 
 class WorkerMetrics:
@@ -236,6 +293,10 @@ class WorkerMetrics:
         self._upload_bytes = Counter(
             "m3stack_worker_uploaded_patch_bytes", "Patch bytes received.", registry=reg
         )
+
+    def watch_device(self, read: Callable[[], DeviceCounts]) -> None:
+        """Shows what is counted on the device; `read` is called by whoever asks for metrics."""
+        self.registry.register(_DeviceNumbers(read))
 
     def request_started(
         self, queue_s: float, *, prompt_tokens: int, cached_tokens: int, host_tokens: int

@@ -221,7 +221,8 @@ class CudaRecorder:
             run()
         torch.cuda.current_stream(self._device).wait_stream(side)
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._pool):
+        # other threads may use the device meanwhile, as whoever reads its counters does
+        with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
             output = run()
         return _CudaRecording(
             graph, output, max(0, torch.cuda.memory_reserved(self._device) - before)

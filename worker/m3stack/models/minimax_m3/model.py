@@ -116,6 +116,11 @@ class M3Model(nn.Module):
         self.projector = Projector(config.vision, config.hidden_size, place=place)
         self._frequencies = config.rope.frequencies(config.rotary_dim, place.device)
 
+    @property
+    def kernels(self) -> Kernels:
+        """What it computes with."""
+        return self._kernels
+
     def forward(self, batch: DeviceBatch, caches: LayerCache) -> Tensor:
         """Runs one step and writes its keys into the cache.
 
