@@ -20,6 +20,7 @@ pub struct Admission {
     max_requests: u32,
     tenants: Arc<Tenants>,
     steps: Arc<Semaphore>,
+    num_steps: u64,
     max_bytes: u64,
     is_closed: AtomicBool,
     metrics: Arc<Metrics>,
@@ -81,11 +82,13 @@ impl Admission {
         metrics: Arc<Metrics>,
     ) -> Self {
         let steps = usize::try_from(max_bytes.div_ceil(STEP_BYTES)).unwrap_or(usize::MAX);
+        let steps = steps.min(Semaphore::MAX_PERMITS);
         Self {
             taken: Arc::default(),
             max_requests,
             tenants,
-            steps: Arc::new(Semaphore::new(steps.min(Semaphore::MAX_PERMITS))),
+            steps: Arc::new(Semaphore::new(steps)),
+            num_steps: steps as u64,
             max_bytes,
             is_closed: AtomicBool::new(false),
             metrics,
@@ -179,6 +182,12 @@ impl Admission {
         Ok(())
     }
 
+    /// Bytes held now under the shared budget, in steps of a page.
+    pub fn held_bytes(&self) -> u64 {
+        let free = self.steps.available_permits() as u64;
+        self.num_steps.saturating_sub(free) * STEP_BYTES
+    }
+
     /// Lets nobody in any more; those inside stay.
     pub fn close(&self) {
         self.is_closed.store(true, Ordering::Release);
@@ -260,7 +269,9 @@ mod tests {
         door.grow(&mut first, 50_000).unwrap();
         assert_eq!(door.grow(&mut second, 30_000).unwrap_err().kind, ErrorKind::Overloaded);
         assert_eq!(second.bytes(), 0);
+        assert_eq!(door.held_bytes(), 53_248);
         drop(first);
+        assert_eq!(door.held_bytes(), 0);
 
         door.grow(&mut second, 64 * 1024).unwrap();
     }

@@ -221,7 +221,7 @@ fn reader_parts(app: &App, job: &Job, visit: &Visit, choice: u32) -> ReaderParts
             Grammar::PlainText => Box::new(PlainText::default()),
         },
         stops: StopMatcher::new(&generation.stop, generation.include_stop),
-        folder: ReplyFolder::new(&visit.reply_id, choice, Default::default()),
+        folder: ReplyFolder::new(&visit.reply_id, choice, app.config.reasoning_field),
         has_logprobs: generation.logprobs.wanted,
         is_single_call: matches!(job.grammar, Grammar::Chat { is_single_call: true, .. }),
     }

@@ -2,6 +2,7 @@
 
 use super::Limits;
 use super::fields::{Fields, wrong_type};
+use super::unsupported;
 use crate::error::RequestError;
 use crate::json::Json;
 
@@ -160,6 +161,7 @@ fn read(
     logprobs: LogprobsWish,
     ending: Ending,
 ) -> Result<Generation, RequestError> {
+    unsupported::refuse(body)?;
     let defaults = &limits.defaults;
     let penalty = |key| body.real(key, -2.0..=2.0).map(|value| value.unwrap_or(0.0));
     Ok(Generation {

@@ -8,6 +8,7 @@ pub(crate) mod messages;
 mod standing;
 pub(crate) mod tools;
 pub(crate) mod turns;
+mod unsupported;
 
 pub use crate::constraint::{ResponseFormat, ToolChoice};
 pub use completion::{

@@ -9,6 +9,7 @@ use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 use addresses::{admin_address, listen_address, otlp_endpoint, worker_sources};
+use gateway_core::output::ReasoningField;
 use gateway_core::pace::Pace;
 use gateway_core::routing::{BreakerPolicy, Policy};
 use raw::{GatewayKeys, SharedKeys};
@@ -122,6 +123,8 @@ pub struct GatewayConfig {
     pub request_timeout: Duration,
     /// How streamed text is cut; `None` sends every token as it comes.
     pub pace: Option<Pace>,
+    /// Under which name chat completions send thinking; every name is read.
+    pub reasoning_field: ReasoningField,
     /// Time for running requests to finish on SIGTERM.
     pub drain_timeout: Duration,
 }
@@ -227,6 +230,7 @@ fn resolve(shared: SharedKeys, keys: GatewayKeys) -> Result<GatewayConfig, Confi
             0 => None,
             hold => Some(Pace::new(Duration::from_millis(hold.into()))),
         },
+        reasoning_field: reasoning_field(keys.reasoning_field.as_deref())?,
         media: media_config(keys)?,
         model_path,
     })
@@ -346,6 +350,18 @@ fn log_level(text: &str) -> Result<LogLevel, ConfigError> {
         _ => Err(ConfigError::Invalid {
             key: "log_level",
             message: format!("expected debug, info, warning or error, got {text:?}"),
+        }),
+    }
+}
+
+fn reasoning_field(text: Option<&str>) -> Result<ReasoningField, ConfigError> {
+    match text {
+        None | Some("reasoning_content") => Ok(ReasoningField::ReasoningContent),
+        Some("reasoning") => Ok(ReasoningField::Reasoning),
+        Some("both") => Ok(ReasoningField::Both),
+        Some(other) => Err(ConfigError::Invalid {
+            key: "reasoning_field",
+            message: format!("expected reasoning_content, reasoning or both, got {other:?}"),
         }),
     }
 }

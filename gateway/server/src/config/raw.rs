@@ -91,6 +91,10 @@ const TUNING: &[(&str, &str)] = &[
         "Streamed text shorter than 5 characters waits so long for more; 0 sends every token [100].",
     ),
     (
+        "reasoning_field",
+        "Chat's name for thinking: reasoning_content, reasoning, or both [reasoning_content].",
+    ),
+    (
         "slow_start_s",
         "Time over which a worker that has just become ready is given its full share [10].",
     ),
@@ -237,6 +241,8 @@ pub(super) struct GatewayKeys {
     pub(super) worker_stall_s: Option<u32>,
     #[arg(skip)]
     pub(super) stream_hold_ms: Option<u32>,
+    #[arg(skip)]
+    pub(super) reasoning_field: Option<String>,
     #[arg(skip)]
     pub(super) slow_start_s: Option<u32>,
     #[arg(skip)]

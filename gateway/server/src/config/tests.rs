@@ -109,6 +109,7 @@ fn values_out_of_range_are_refused_with_key_and_value() {
         (&["--workers", "a"], "workers"),
         (&["--log-level", "loud"], "log_level"),
         (&["--log-format", "xml"], "log_format"),
+        (&["--set", "reasoning_field=thoughts"], "reasoning_field"),
         (&["--set", "max_buffered_bytes=5"], "max_buffered_bytes"),
         (&["--set", "media_timeout_s=0"], "media_timeout_s"),
         (&["--set", "media_timeout_s=soon"], "gateway"),

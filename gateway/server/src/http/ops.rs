@@ -77,7 +77,7 @@ pub(super) async fn ready(State(app): State<Arc<App>>) -> Response {
 /// `GET /metrics`
 pub(super) async fn metrics(State(app): State<Arc<App>>) -> Response {
     let fleet = app.workers.fleet();
-    let mut page = app.metrics.page(&fleet);
+    let mut page = app.metrics.page(&fleet, app.admission.held_bytes());
     if app.config.vllm_metrics {
         page.push_str(&app.metrics.vllm_page(&app.config.served_model_name, &fleet));
     }

@@ -247,10 +247,13 @@ impl Metrics {
         self.routing.shed();
     }
 
-    /// The whole page in Prometheus text format.
-    pub fn page(&self, fleet: &Fleet) -> String {
+    /// The whole page in Prometheus text format; `held_bytes` are those of bodies and media.
+    pub fn page(&self, fleet: &Fleet, held_bytes: u64) -> String {
         let mut page = Page::new();
         self.write_http(&mut page);
+        let name = "m3stack_gateway_held_bytes";
+        page.head(name, "gauge", "Bytes of bodies and media held for requests.");
+        page.sample(name, "", held_bytes);
         self.write_replies(&mut page);
         self.write_media(&mut page);
         self.routing.write(&mut page);

@@ -1,16 +1,14 @@
-//! A worker without a model, for measuring the gateway alone: answers every request with a fixed
-//! text, at once or at a given pace.
-//!
-//! `scripted_worker --model-path DIR --listen HOST:PORT [--tokens N] [--interval-ms N]`
+//! The script over `m3stack.worker.v1`.
 
 use std::pin::Pin;
 use std::time::Duration;
 
-use clap::Parser;
 use futures::stream::{self, Stream, StreamExt};
-use gateway_core::checkpoint::{Model, OpenOptions, open};
-use gateway_core::tokenizer::EngineChoice;
+use gateway_core::checkpoint::Model;
+use tokio::time::Instant;
 use tonic::{Request, Response, Status, Streaming};
+
+use crate::Script;
 
 #[allow(missing_docs, clippy::all)]
 mod proto {
@@ -20,26 +18,14 @@ mod proto {
 use proto::generate_response::Body;
 use proto::worker_service_server::{WorkerService, WorkerServiceServer};
 
-#[derive(Parser)]
-struct Arguments {
-    /// Checkpoint whose facts and tokenizer are used.
-    #[arg(long)]
-    model_path: std::path::PathBuf,
-    /// Address to serve on.
-    #[arg(long, default_value = "127.0.0.1:50051")]
-    listen: std::net::SocketAddr,
-    /// Tokens of every answer.
-    #[arg(long, default_value_t = 16)]
-    tokens: usize,
-    /// Pause before each token; with 0 all come in one message.
-    #[arg(long, default_value_t = 0)]
-    interval_ms: u64,
+pub struct Scripted {
+    identity: proto::Identity,
+    script: Script,
 }
 
-struct Scripted {
-    identity: proto::Identity,
-    token_ids: Vec<u32>,
-    interval: Duration,
+pub fn service(model: &Model, script: Script) -> WorkerServiceServer<Scripted> {
+    let scripted = Scripted { identity: identity(model), script };
+    WorkerServiceServer::new(scripted).max_decoding_message_size(64 << 20)
 }
 
 type Replies<T> = Pin<Box<dyn Stream<Item = Result<T, Status>> + Send>>;
@@ -56,7 +42,7 @@ impl WorkerService for Scripted {
         let message = |identity| {
             let state = proto::WorkerState::Ready.into();
             let load = Some(proto::Load::default());
-            Ok(proto::WatchResponse { identity, state, load, cache: None })
+            Ok(proto::WatchResponse { identity, state, load, ..Default::default() })
         };
         let first = stream::iter([message(Some(self.identity.clone()))]);
         let pulse = stream::unfold((), move |()| async move {
@@ -70,38 +56,40 @@ impl WorkerService for Scripted {
         &self,
         request: Request<Streaming<proto::GenerateRequest>>,
     ) -> Result<Response<Self::GenerateStream>, Status> {
+        let begin = Instant::now();
         let mut requests = request.into_inner();
         let Some(proto::generate_request::Body::Header(header)) =
             requests.message().await?.and_then(|request| request.body)
         else {
             return Err(Status::invalid_argument("the first message must be the header"));
         };
-        let max_tokens = header.sampling.and_then(|sampling| sampling.max_tokens).unwrap_or(1);
-        let count = self.token_ids.len().min(max_tokens as usize);
-        let started = Body::Started(proto::Started { queue_ms: 0, cached_tokens: 0 });
+        let max_tokens = header.sampling.and_then(|sampling| sampling.max_tokens);
+        let (token_ids, is_cut) = self.script.within(max_tokens);
         let usage = proto::Usage {
             prompt_tokens: header.prompt_token_ids.len() as u32,
-            completion_tokens: count as u32,
+            completion_tokens: token_ids.len() as u32,
             ..proto::Usage::default()
         };
+        let reason = if is_cut { proto::FinishReason::Length } else { proto::FinishReason::Stop };
         let finished = Body::Finished(proto::Finished {
-            reason: proto::FinishReason::Length.into(),
-            stop_token_id: None,
+            reason: reason.into(),
             usage: Some(usage),
+            ..Default::default()
         });
-        let tokens = |ids: &[u32]| {
-            Body::Tokens(proto::Tokens { token_ids: ids.to_vec(), logprobs: Vec::new() })
-        };
+        let started = Body::Started(proto::Started::default());
+        let tokens = |token_ids| Body::Tokens(proto::Tokens { token_ids, logprobs: Vec::new() });
         let reply = |body| Ok(proto::GenerateResponse { body: Some(body) });
-        if self.interval.is_zero() {
-            let bodies = [started, tokens(&self.token_ids[..count]), finished];
+        if self.script.interval.is_zero() {
+            let bodies = [started, tokens(token_ids), finished];
             return Ok(Response::new(stream::iter(bodies.map(reply)).boxed()));
         }
-        let interval = self.interval;
-        let paced: Vec<Body> = self.token_ids[..count].chunks(1).map(tokens).collect();
-        let paced = stream::iter(paced).then(move |body| async move {
-            tokio::time::sleep(interval).await;
-            body
+        let script = self.script.clone();
+        let paced = stream::iter(token_ids.into_iter().enumerate()).then(move |(place, id)| {
+            let script = script.clone();
+            async move {
+                script.wait_for_token(begin, place).await;
+                tokens(vec![id])
+            }
         });
         let all = stream::iter([started]).chain(paced).chain(stream::iter([finished]));
         Ok(Response::new(all.map(reply).boxed()))
@@ -128,26 +116,6 @@ fn identity(model: &Model) -> proto::Identity {
             merge_size: facts.merge_size,
             max_position_embeddings: facts.max_position_embeddings,
         }),
+        ..Default::default()
     }
-}
-
-#[tokio::main]
-async fn main() -> Result<(), Box<dyn std::error::Error>> {
-    let arguments = Arguments::parse();
-    let options =
-        OpenOptions { engine: EngineChoice::Reference, clock: gateway_server::app::unix_now };
-    let model = open(&arguments.model_path, options)?;
-    let text = "the quick brown fox jumps over the lazy dog and ".repeat(arguments.tokens);
-    let mut token_ids = model.prompt_builder.encode_text(&text, false)?;
-    token_ids.truncate(arguments.tokens);
-    let service = Scripted {
-        identity: identity(&model),
-        token_ids,
-        interval: Duration::from_millis(arguments.interval_ms),
-    };
-    let server = tonic::transport::Server::builder().tcp_nodelay(true);
-    let service = WorkerServiceServer::new(service).max_decoding_message_size(64 << 20);
-    let mut server = server;
-    server.add_service(service).serve(arguments.listen).await?;
-    Ok(())
 }
