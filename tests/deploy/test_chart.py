@@ -251,3 +251,54 @@ def test_the_chart_and_the_product_have_one_version() -> None:
 
 def _pods_of(kind: str, values: Object) -> list[Pod]:
     return [pod for pod in pods(render(values)) if pod.owner.startswith(f"{kind}/")]
+
+
+def test_parts_of_the_work_have_pods_of_their_own_that_may_fetch_from_each_other() -> None:
+    objects = rendered(CHART / "examples" / "divided.yaml")
+    found: dict[str, tuple[int, str, str, int]] = {}
+    for item in of_kind(objects, "StatefulSet"):
+        template = item["spec"]["template"]
+        selector = item["spec"]["selector"]["matchLabels"]
+        # no set may take the pods of another for its own
+        assert selector["m3stack-work"] == template["metadata"]["labels"]["m3stack-work"]
+        (worker,) = template["spec"]["containers"]
+        env = {entry["name"]: entry["value"] for entry in worker["env"]}
+        found[selector["m3stack-work"]] = (
+            item["spec"]["replicas"],
+            env.get("M3STACK_WORKER_ROLE", ""),
+            env.get("M3STACK_WORKER_TENSOR_PARALLEL", ""),
+            worker["resources"]["limits"]["nvidia.com/gpu"],
+        )
+        if selector["m3stack-work"] == "prefill":
+            assert env["M3STACK_WORKER_MAX_BATCH_TOKENS"] == "16384"
+    assert found == {
+        "main": (2, "", "", 8),
+        "prefill": (1, "prefill", "8", 8),
+        "encode": (2, "encode", "1", 1),
+    }
+    (policy,) = [
+        item
+        for item in of_kind(objects, "NetworkPolicy")
+        if item["metadata"]["name"].endswith("-worker")
+    ]
+    workers = {"app.kubernetes.io/component": "worker"}
+    for direction, side in (("ingress", "from"), ("egress", "to")):
+        peers = [
+            peer["podSelector"]["matchLabels"]
+            for rule in policy["spec"][direction]
+            for peer in rule.get(side, [])
+        ]
+        assert any(workers.items() <= labels.items() for labels in peers), direction
+
+
+@pytest.mark.parametrize(
+    ("change", "complaint"),
+    [
+        ({"worker__kind": "leaderworkerset"}, "needs worker.kind=statefulset"),
+        ({"discovery": "static"}, "needs discovery=dns or kubernetes"),
+    ],
+)
+def test_parts_of_the_work_where_they_cannot_be_are_refused(change: Object, complaint: str) -> None:
+    values = changed(worker__roles__prefill__replicas=1, **change)
+    with pytest.raises(Exception, match=complaint):
+        render(values)

@@ -8,6 +8,8 @@ metadata:
   labels:
     {{- include "m3stack.podLabels" (list $root "worker") | nindent 4 }}
     m3stack-role: {{ $role }}
+    # which pods do which part of the work
+    m3stack-work: {{ $worker.work | default "main" }}
   annotations:
     {{- include "m3stack.podAnnotations" (list $root "worker") | nindent 4 }}
 spec:
