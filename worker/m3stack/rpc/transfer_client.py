@@ -112,7 +112,9 @@ class GrpcTransport:
                 status = await call.code()
                 details = await call.details()
         except TimeoutError:
-            raise TransferError(f"the source was silent for {self._progress_s:g} s") from None
+            # nobody waits for the same silence twice
+            reason = f"the source was silent for {self._progress_s:g} s"
+            raise TransferError(reason, is_final=True) from None
         except grpc.aio.AioRpcError as error:
             status, details = error.code(), error.details()
         if status is grpc.StatusCode.OK:

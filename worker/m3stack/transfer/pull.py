@@ -93,10 +93,13 @@ class Puller:
             epoch = await self._store.epoch()
             own = await self._chain(request, epoch)
             room = await self._store.room(own)
-            if room.known == len(own) or room.most == room.known:
+            if room.known == len(own):
                 return 0
             progress = _Progress(room.known, room.most)
-            outcome = await self._bring_pages(request, source, own, (epoch, progress))
+            # a full cache takes nothing in
+            outcome = "failed"
+            if room.most > room.known:
+                outcome = await self._bring_pages(request, source, own, (epoch, progress))
             await self._store.use_pages(own[: progress.here])
         brought = progress.here - room.known
         self._book.transfer_ended(outcome)
