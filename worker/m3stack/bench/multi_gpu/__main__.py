@@ -22,6 +22,7 @@ from pathlib import Path
 import torch
 
 from m3stack.bench.multi_gpu import report
+from m3stack.bench.multi_gpu.arms import arms_of
 from m3stack.bench.multi_gpu.measure import Row
 from m3stack.bench.multi_gpu.run import Options, open_store, run_rank
 
@@ -49,6 +50,11 @@ def main(argv: Sequence[str]) -> int:
     world = parsed.world or (2 if parsed.small else torch.cuda.device_count())
     if not parsed.small and (not world or world > torch.cuda.device_count()):
         print(f"{world} GPUs are needed, torch sees {torch.cuda.device_count()}", file=sys.stderr)
+        return 2
+    known = [arm.name for arm in arms_of(world)]
+    unknown = [name for name in parsed.arms if name not in known]
+    if unknown:
+        print(f"no such way: {unknown[0]}; there are {', '.join(known)}", file=sys.stderr)
         return 2
     store = open_store(0, world, is_leader=True)
     options = Options(

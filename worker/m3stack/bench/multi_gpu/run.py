@@ -73,26 +73,34 @@ def run_rank(rank: int, options: Options, command: str) -> None:
 
     for row in _memory_rows(machine, options):
         keep(row)
+    # all are compared before any is timed
     truth = _truth(machine, config, sizes)
     for arm in arms_of(options.world):
-        is_timed = not options.arms or arm.name in options.arms
-        # the undivided model is compared whatever is timed: the others are held to it
-        if not is_timed and arm != Arm(1):
-            continue
+        if arm.ranks <= options.world and _is_time_left(machine, options):
+            keep(ArmBench(arm, config, sizes, machine).compared(truth))
+            _forget(machine)
+    for arm in _timed_arms(options):
         if not _is_time_left(machine, options):
             keep({"kind": "not run", "arm": arm.name, "why": "the deadline"})
             continue
-        bench = ArmBench(arm, config, sizes, machine)
-        if bench.is_real:
-            keep(bench.compared(truth))
-        for row in bench.timed_rows() if is_timed else ():
+        for row in ArmBench(arm, config, sizes, machine).timed_rows():
             keep(row)
-        del bench
-        if machine.place.device.type == "cuda":
-            torch.cuda.empty_cache()
+        _forget(machine)
     if dist.is_initialized():
         dist.barrier()
         dist.destroy_process_group()
+
+
+def _timed_arms(options: Options) -> list[Arm]:
+    """Those that were asked for, in that order; all of them where none was."""
+    by_name = {arm.name: arm for arm in arms_of(options.world)}
+    return [by_name[name] for name in options.arms or by_name]
+
+
+def _forget(machine: Machine) -> None:
+    """Gives back what an arm has held."""
+    if machine.place.device.type == "cuda":
+        torch.cuda.empty_cache()
 
 
 def _truth(machine: Machine, config: M3Config, sizes: Sizes) -> Answer:
@@ -105,8 +113,7 @@ def _truth(machine: Machine, config: M3Config, sizes: Sizes) -> Answer:
     )
     needed = -(-(sizes.prompt_tokens + sizes.output_tokens) // config.block_tokens)
     answer = ArmBench(Arm(1), config, replace(sizes, num_pages=needed), plain).answer(None)
-    if machine.place.device.type == "cuda":
-        torch.cuda.empty_cache()
+    _forget(machine)
     return answer
 
 
