@@ -9,6 +9,7 @@ mod raster;
 mod tiff_tags;
 
 pub use format::ImageFormat;
+pub(crate) use jpeg::JpegRows;
 
 use crate::error::MediaError;
 use crate::types::{ImageSize, RgbFrame};
@@ -54,16 +55,40 @@ pub fn read_header(bytes: &[u8]) -> Result<ImageHeader, MediaError> {
 /// # Errors
 /// [`MediaError`]; `TooManyPixels` comes before anything is decoded. No input panics.
 pub fn decode_image(bytes: &[u8], limits: &DecodeLimits) -> Result<RgbFrame, MediaError> {
-    let format = ImageFormat::of(bytes)?;
-    let raw = RawHeader::read(bytes, format)?;
-    if raw.size.pixels() > limits.max_pixels {
-        return Err(MediaError::TooManyPixels { size: raw.size, limit: limits.max_pixels });
-    }
+    let (format, raw) = checked_header(bytes, limits)?;
     let frame = match format {
         ImageFormat::Jpeg => jpeg::decode(bytes, raw.size)?,
         _ => raster::decode(bytes, format, raw.size)?,
     };
     Ok(raw.orientation.apply(frame))
+}
+
+/// The rows of a picture, if it can be had a few rows at a time, upright as it is stored: a JPEG of
+/// grey or colour, mostly.
+///
+/// # Errors
+/// As [`decode_image`].
+pub(crate) fn open_rows<'a>(
+    bytes: &'a [u8],
+    limits: &DecodeLimits,
+) -> Result<Option<JpegRows<'a>>, MediaError> {
+    let (format, raw) = checked_header(bytes, limits)?;
+    if format != ImageFormat::Jpeg || raw.orientation != Orientation::default() {
+        return Ok(None);
+    }
+    JpegRows::open(bytes, raw.size)
+}
+
+fn checked_header(
+    bytes: &[u8],
+    limits: &DecodeLimits,
+) -> Result<(ImageFormat, RawHeader), MediaError> {
+    let format = ImageFormat::of(bytes)?;
+    let raw = RawHeader::read(bytes, format)?;
+    if raw.size.pixels() > limits.max_pixels {
+        return Err(MediaError::TooManyPixels { size: raw.size, limit: limits.max_pixels });
+    }
+    Ok((format, raw))
 }
 
 /// A header as stored: the size before the orientation.

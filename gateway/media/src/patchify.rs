@@ -2,7 +2,7 @@
 
 mod split;
 
-use crate::resize::Resizer;
+use crate::resize::{Resizer, RowSource};
 use crate::types::{GridThw, ImageSize, PatchLayout, Patches, RgbFrame};
 use split::{Places, Splitter};
 
@@ -91,14 +91,40 @@ impl TemporalPatch {
     /// # Panics
     /// When it is full, or when the resizer was made for other sizes.
     pub fn add(&mut self, frame: &RgbFrame, resizer: &Resizer) {
-        assert!(!self.is_full(), "a temporal patch of {} frames is full", self.num_frames);
-        assert_eq!(resizer.target(), self.size, "frames of one clip differ");
+        self.check_next(resizer);
         let mut y = 0;
         resizer.each_row(frame, |row| {
             self.write_row(y, row);
             y += 1;
         });
         self.num_added += 1;
+    }
+
+    /// The same for a frame whose rows come a few at a time.
+    ///
+    /// # Errors
+    /// Those of the rows; the frame does not count then.
+    ///
+    /// # Panics
+    /// As [`TemporalPatch::add`].
+    pub(crate) fn add_rows<R: RowSource>(
+        &mut self,
+        rows: &mut R,
+        resizer: &Resizer,
+    ) -> Result<(), R::Error> {
+        self.check_next(resizer);
+        let mut y = 0;
+        resizer.each_row_of(rows, |row| {
+            self.write_row(y, row);
+            y += 1;
+        })?;
+        self.num_added += 1;
+        Ok(())
+    }
+
+    fn check_next(&self, resizer: &Resizer) {
+        assert!(!self.is_full(), "a temporal patch of {} frames is full", self.num_frames);
+        assert_eq!(resizer.target(), self.size, "frames of one clip differ");
     }
 
     /// The patch rows; missing frames repeat the last one.

@@ -2,10 +2,13 @@
 
 #[cfg(target_arch = "x86_64")]
 mod avx2;
+#[cfg(accepts_avx512)]
+mod avx512;
 mod scalar;
 mod weights;
 
 use crate::types::{ImageSize, RgbFrame};
+use std::convert::Infallible;
 use weights::{AxisPart, AxisWeights};
 
 /// Bytes of a pixel.
@@ -26,16 +29,26 @@ pub fn resize(frame: &RgbFrame, target: ImageSize) -> RgbFrame {
     Resizer::new(frame.size, target).resize(frame)
 }
 
-/// A prepared change of size, for many frames of one clip.
+/// A prepared change of size, for many frames.
 #[derive(Clone, Debug)]
 pub struct Resizer {
     source: ImageSize,
     target: ImageSize,
     /// `None` where the width stays.
-    horizontal: Option<AxisWeights>,
+    horizontal: Option<Across>,
     /// `None` where the height stays.
     vertical: Option<AxisWeights>,
     kernels: Kernels,
+}
+
+/// The horizontal pass.
+#[derive(Clone, Debug)]
+enum Across {
+    /// On bands that are laid out in columns.
+    Columns(AxisWeights),
+    /// On rows as they are.
+    #[cfg(accepts_avx512)]
+    Rows(avx512::Lanes),
 }
 
 /// The instruction set in use, chosen once.
@@ -46,6 +59,9 @@ enum Kernels {
     /// 256-bit integer vectors.
     #[cfg(target_arch = "x86_64")]
     Avx2(avx2::Avx2),
+    /// 512-bit integer vectors.
+    #[cfg(accepts_avx512)]
+    Avx512(avx512::Avx512),
 }
 
 impl Resizer {
@@ -65,7 +81,7 @@ impl Resizer {
         Self {
             source,
             target,
-            horizontal: axis(source.width, target.width),
+            horizontal: axis(source.width, target.width).map(|axis| kernels.across(axis)),
             vertical: axis(source.height, target.height),
             kernels,
         }
@@ -89,26 +105,53 @@ impl Resizer {
     pub(crate) fn each_row(&self, frame: &RgbFrame, give: impl FnMut(&[u8])) {
         assert_eq!(frame.size, self.source, "frame of another size");
         assert_eq!(frame.pixels.len() as u64, frame.size.pixels() * CHANNELS as u64);
+        let mut rows = FrameRows { rest: &frame.pixels, row_bytes: self.source_row_bytes() };
+        let Ok(()) = self.each_row_of(&mut rows, give);
+    }
+
+    /// The same for rows that come a few at a time; all of them are asked for, in order.
+    ///
+    /// # Errors
+    /// Those of the rows.
+    pub(crate) fn each_row_of<R: RowSource>(
+        &self,
+        source: &mut R,
+        mut give: impl FnMut(&[u8]),
+    ) -> Result<(), R::Error> {
+        let mut tile = Tile::default();
         match (&self.horizontal, &self.vertical) {
-            (None, None) => frame.pixels.chunks_exact(self.target_row_bytes()).for_each(give),
-            (Some(axis), None) => self.narrow_all(&frame.pixels, axis, give),
-            (None, Some(axis)) => {
+            (None, None) => {
                 let row_bytes = self.target_row_bytes();
-                let mut row = vec![0; row_bytes];
-                let mut give = give;
-                for index in 0..axis.starts.len() {
-                    let window = &frame.pixels[axis.starts[index] as usize * row_bytes..];
-                    let weights = axis.row(index);
-                    self.kernels.weighted_rows(window, weights, axis.precision, &mut row);
-                    give(&row);
-                }
+                self.each_band(source, |rows| rows.chunks_exact(row_bytes).for_each(&mut give))
             }
-            (Some(across), Some(down)) => self.both(&frame.pixels, across, down, give),
+            (Some(across), None) => {
+                let row_bytes = self.target_row_bytes();
+                let mut band = vec![0; BAND * row_bytes];
+                self.each_band(source, |rows| {
+                    let narrowed = &mut band[..rows.len() / self.source_row_bytes() * row_bytes];
+                    self.narrow_band(rows, across, &mut tile, narrowed);
+                    narrowed.chunks_exact(row_bytes).for_each(&mut give);
+                })
+            }
+            (None, Some(down)) => {
+                self.shorten(source, down, |rows, slot| slot.copy_from_slice(rows), give)
+            }
+            (Some(across), Some(down)) => {
+                let narrow = |rows: &[u8], slot: &mut [u8]| {
+                    self.narrow_band(rows, across, &mut tile, slot);
+                };
+                self.shorten(source, down, narrow, give)
+            }
         }
     }
 
+    /// The size of the frames taken.
+    pub fn source(&self) -> ImageSize {
+        self.source
+    }
+
     /// The size of the rows given.
-    pub(crate) fn target(&self) -> ImageSize {
+    pub fn target(&self) -> ImageSize {
         self.target
     }
 
@@ -120,31 +163,30 @@ impl Resizer {
         self.target.width as usize * CHANNELS
     }
 
-    /// The horizontal pass alone.
-    fn narrow_all(&self, pixels: &[u8], axis: &AxisWeights, give: impl FnMut(&[u8])) {
-        let row_bytes = self.target_row_bytes();
+    /// All rows, `BAND` at a time.
+    fn each_band<R: RowSource>(
+        &self,
+        source: &mut R,
+        mut take: impl FnMut(&[u8]),
+    ) -> Result<(), R::Error> {
         let height = self.source.height as usize;
-        let mut tile = Tile::default();
-        let mut band = vec![0; BAND * row_bytes];
-        let mut give = give;
         for first in (0..height).step_by(BAND) {
-            let rows = &mut band[..BAND.min(height - first) * row_bytes];
-            self.narrow_band(pixels, first, axis, &mut tile, rows);
-            rows.chunks_exact(row_bytes).for_each(&mut give);
+            take(source.rows(BAND.min(height - first))?);
         }
+        Ok(())
     }
 
-    /// Both passes, keeping only the narrowed rows that the vertical window still needs.
-    fn both(
+    /// The vertical pass over rows that `narrow` makes of bands of source rows; only those that the
+    /// vertical window still needs are kept.
+    fn shorten<R: RowSource>(
         &self,
-        pixels: &[u8],
-        across: &AxisWeights,
+        source: &mut R,
         down: &AxisWeights,
+        mut narrow: impl FnMut(&[u8], &mut [u8]),
         mut give: impl FnMut(&[u8]),
-    ) {
+    ) -> Result<(), R::Error> {
         let row_bytes = self.target_row_bytes();
         let height = self.source.height as usize;
-        let mut tile = Tile::default();
         // rows `first` to `next` of the narrowed picture
         let mut window = vec![0; (down.longest + BAND) * row_bytes];
         let (mut first, mut next) = (0, 0);
@@ -157,29 +199,27 @@ impl Resizer {
                 window
                     .copy_within((next - kept - first) * row_bytes..(next - first) * row_bytes, 0);
                 first = next - kept;
-                let rows = BAND.min(height - next);
-                let slot = &mut window[kept * row_bytes..][..rows * row_bytes];
-                self.narrow_band(pixels, next, across, &mut tile, slot);
-                next += rows;
+                let count = BAND.min(height - next);
+                let slot = &mut window[kept * row_bytes..][..count * row_bytes];
+                narrow(source.rows(count)?, slot);
+                next += count;
             }
             let rows = &window[(start - first) * row_bytes..];
             self.kernels.weighted_rows(rows, down.row(index), down.precision, &mut row);
             give(&row);
         }
+        Ok(())
     }
 
-    /// Narrows rows from row `first` on, as many as `target` holds, `BAND` at most.
-    fn narrow_band(
-        &self,
-        pixels: &[u8],
-        first: usize,
-        axis: &AxisWeights,
-        tile: &mut Tile,
-        target: &mut [u8],
-    ) {
+    /// Narrows a band of rows, `BAND` at most.
+    fn narrow_band(&self, band: &[u8], across: &Across, tile: &mut Tile, target: &mut [u8]) {
         let (source_bytes, target_bytes) = (self.source_row_bytes(), self.target_row_bytes());
-        let count = target.len() / target_bytes;
-        let rows = pixels[first * source_bytes..].chunks_exact(source_bytes).take(count);
+        let axis = match across {
+            Across::Columns(axis) => axis,
+            #[cfg(accepts_avx512)]
+            Across::Rows(lanes) => return lanes.narrow(band, source_bytes, target, target_bytes),
+        };
+        let rows = band.chunks_exact(source_bytes);
         let width = axis.starts.len();
         for start in (0..width).step_by(TILE) {
             let part = axis.part(start..width.min(start + TILE));
@@ -193,6 +233,34 @@ impl Resizer {
             let place = Place { row_bytes: target_bytes, offset: start * CHANNELS };
             self.kernels.to_rows(&tile.narrow, place, target);
         }
+    }
+}
+
+/// Rows of a picture from top to bottom, each given once.
+pub(crate) trait RowSource {
+    /// Why rows may not come.
+    type Error;
+
+    /// The next `count` rows; the picture has at least as many left.
+    ///
+    /// # Errors
+    /// What keeps them from coming.
+    fn rows(&mut self, count: usize) -> Result<&[u8], Self::Error>;
+}
+
+/// Rows of a frame in memory.
+struct FrameRows<'a> {
+    rest: &'a [u8],
+    row_bytes: usize,
+}
+
+impl RowSource for FrameRows<'_> {
+    type Error = Infallible;
+
+    fn rows(&mut self, count: usize) -> Result<&[u8], Infallible> {
+        let (rows, rest) = self.rest.split_at(count * self.row_bytes);
+        self.rest = rest;
+        Ok(rows)
     }
 }
 
@@ -217,11 +285,23 @@ struct Tile {
 
 impl Kernels {
     fn best() -> Self {
+        #[cfg(accepts_avx512)]
+        if let Some(proof) = avx512::Avx512::detect() {
+            return Self::Avx512(proof);
+        }
         #[cfg(target_arch = "x86_64")]
         if let Some(proof) = avx2::Avx2::detect() {
             return Self::Avx2(proof);
         }
         Self::Scalar
+    }
+
+    fn across(self, axis: AxisWeights) -> Across {
+        match self {
+            #[cfg(accepts_avx512)]
+            Self::Avx512(proof) => Across::Rows(avx512::Lanes::new(proof, &axis)),
+            _ => Across::Columns(axis),
+        }
     }
 
     /// One row made of the rows that follow each other in `source`.
@@ -231,30 +311,32 @@ impl Kernels {
             Self::Scalar => scalar::weighted_rows(source, stride, weights, precision, target),
             #[cfg(target_arch = "x86_64")]
             Self::Avx2(proof) => proof.weighted_rows(source, stride, weights, precision, target),
+            #[cfg(accepts_avx512)]
+            Self::Avx512(proof) => proof.weighted_rows(source, stride, weights, precision, target),
         }
     }
 
     fn narrow(self, columns: &[u8], axis: AxisPart<'_>, target: &mut [u8]) {
         match self {
-            Self::Scalar => scalar::narrow(columns, axis, target),
             #[cfg(target_arch = "x86_64")]
             Self::Avx2(proof) => proof.narrow(columns, axis, target),
+            _ => scalar::narrow(columns, axis, target),
         }
     }
 
     fn to_columns(self, rows: &[&[u8]], columns: &mut [u8]) {
         match self {
-            Self::Scalar => scalar::to_columns(rows, columns),
             #[cfg(target_arch = "x86_64")]
             Self::Avx2(proof) => proof.to_columns(rows, columns),
+            _ => scalar::to_columns(rows, columns),
         }
     }
 
     fn to_rows(self, columns: &[u8], place: Place, target: &mut [u8]) {
         match self {
-            Self::Scalar => scalar::to_rows(columns, place, target),
             #[cfg(target_arch = "x86_64")]
             Self::Avx2(proof) => proof.to_rows(columns, place, target),
+            _ => scalar::to_rows(columns, place, target),
         }
     }
 }
@@ -266,6 +348,8 @@ impl Kernels {
         let mut all = vec![Self::Scalar];
         #[cfg(target_arch = "x86_64")]
         all.extend(avx2::Avx2::detect().map(Self::Avx2));
+        #[cfg(accepts_avx512)]
+        all.extend(avx512::Avx512::detect().map(Self::Avx512));
         all
     }
 }

@@ -1,28 +1,16 @@
 //! JPEG: a walk over its markers, and decoding by libjpeg-turbo as the reference decodes.
 
+mod scanlines;
+
 use super::RawHeader;
 use super::orientation::Orientation;
 use super::pixels;
 use crate::error::MediaError;
+use crate::resize::RowSource;
 use crate::types::{ImageSize, RgbFrame};
-use turbojpeg::{Colorspace, DecompressHeader, Decompressor, Image, PixelFormat};
+use scanlines::Scanlines;
 
 const FORMAT: &str = "JPEG";
-
-/// Progressive files of sane encoders hold about ten scans; each costs a pass over the picture, so
-/// that a small file of many thousands would hold a core for minutes.
-const MAX_SCANS: u32 = 100;
-
-/// Warnings of libjpeg-turbo after which the picture is still whole. All others, the early end of a
-/// scan above all, mean that some of it is made up.
-const HARMLESS_WARNINGS: [&str; 6] = [
-    "extraneous bytes before marker",
-    "Inconsistent progression sequence",
-    "Unknown Adobe color transform code",
-    "unknown JFIF revision number",
-    "Invalid SOS parameters for sequential JPEG",
-    "bad ICC marker",
-];
 
 /// Opens a segment that holds an XMP packet.
 const XMP: &[u8] = b"http://ns.adobe.com/xap/1.0/\0";
@@ -54,82 +42,64 @@ pub(super) fn read_header(bytes: &[u8]) -> Result<RawHeader, MediaError> {
 
 /// The picture as stored.
 pub(super) fn decode(bytes: &[u8], size: ImageSize) -> Result<RgbFrame, MediaError> {
-    // the end marker cannot stand in coded data, so the last two bytes mostly tell
-    if !bytes.ends_with(b"\xff\xd9") && !Segments::of(bytes).any(|segment| segment.marker == 0xd9) {
-        return Err(truncated("it ends inside a scan, without an end marker"));
-    }
-    let mut decompressor = Decompressor::new().map_err(failed)?;
-    decompressor.set_scan_limit(MAX_SCANS).map_err(failed)?;
-    let header = decompressor.read_header(bytes);
-    if header.as_ref().is_err_and(is_harmless) {
-        // the library's header call has no way to go on after a warning
-        let tidy = with_tidy_header(bytes);
-        let header = decompressor.read_header(&tidy).map_err(failed)?;
-        return decode_scans(&mut decompressor, &tidy, header, size);
-    }
-    decode_scans(&mut decompressor, bytes, header.map_err(failed)?, size)
-}
-
-fn decode_scans(
-    decompressor: &mut Decompressor,
-    bytes: &[u8],
-    header: DecompressHeader,
-    size: ImageSize,
-) -> Result<RgbFrame, MediaError> {
-    let (width, height) = (size.width as usize, size.height as usize);
-    if (header.width, header.height) != (width, height) {
-        let (w, h) = (header.width, header.height);
-        return Err(unreadable(format!("it declares two sizes, {width}x{height} and {w}x{h}")));
-    }
-    let is_cmyk = matches!(header.colorspace, Colorspace::CMYK | Colorspace::YCCK);
-    let format = if is_cmyk { PixelFormat::CMYK } else { PixelFormat::RGB };
-    let pitch = width * format.size();
-    let mut samples = vec![0; pitch * height];
-    let image = Image { pixels: samples.as_mut_slice(), width, pitch, height, format };
-    match decompressor.decompress(bytes, image) {
-        // a warning, unlike an error, comes after the whole picture was written
-        Err(error) if !is_harmless(&error) => return Err(failed(error)),
-        _ => {}
-    }
+    let mut scanlines = open(bytes, size)?;
+    let mut samples = vec![0; scanlines.row_bytes() * size.height as usize];
+    scanlines.read(&mut samples).map_err(unreadable)?;
+    let is_cmyk = scanlines.is_cmyk();
     let pixels = if is_cmyk { pixels::inverted_cmyk_to_rgb(samples) } else { samples };
     Ok(RgbFrame { size, pixels })
 }
 
-fn failed(error: turbojpeg::Error) -> MediaError {
-    match error {
-        turbojpeg::Error::TurboJpegError(text) => unreadable(text),
-        other => unreadable(other.to_string()),
+fn open(bytes: &[u8], size: ImageSize) -> Result<Scanlines<'_>, MediaError> {
+    // the end marker cannot stand in coded data, so the last two bytes mostly tell
+    if !bytes.ends_with(b"\xff\xd9") && !Segments::of(bytes).any(|segment| segment.marker == 0xd9) {
+        return Err(truncated("it ends inside a scan, without an end marker"));
     }
+    let scanlines = Scanlines::open(bytes).map_err(unreadable)?;
+    if scanlines.size() != (size.width, size.height) {
+        let ((width, height), (w, h)) = ((size.width, size.height), scanlines.size());
+        return Err(unreadable(format!("it declares two sizes, {width}x{height} and {w}x{h}")));
+    }
+    Ok(scanlines)
 }
 
-fn is_harmless(error: &turbojpeg::Error) -> bool {
-    let text = error.to_string();
-    HARMLESS_WARNINGS.iter().any(|warning| text.contains(warning))
+/// The picture as stored, a few rows at a time: they are used while they are fresh in the
+/// processor's cache, and the whole frame never is in memory.
+pub(crate) struct JpegRows<'a> {
+    scanlines: Scanlines<'a>,
+    band: Vec<u8>,
 }
 
-/// The file without what makes the library warn before the first scan: bytes between segments, an
-/// unheard-of JFIF revision, an unheard-of Adobe transform (which then counts as the usual one).
-fn with_tidy_header(bytes: &[u8]) -> Vec<u8> {
-    let mut out = bytes[..2].to_vec();
-    let mut segments = Segments::of(bytes);
-    let mut components = 3;
-    for Segment { marker, body } in segments.by_ref() {
-        let length = (body.len() as u16 + 2).to_be_bytes();
-        out.extend([0xff, marker, length[0], length[1]]);
-        let start = out.len();
-        out.extend(body);
-        match marker {
-            0xc0..=0xc3 => components = body.get(5).copied().unwrap_or(components),
-            0xe0 if body.starts_with(b"JFIF\0") && body.len() >= 7 => out[start + 5] = 1,
-            0xee if body.starts_with(b"Adobe") && body.len() >= 12 && body[11] > 2 => {
-                out[start + 11] = if components == 4 { 2 } else { 1 };
-            }
-            0xda => break,
-            _ => {}
+impl<'a> JpegRows<'a> {
+    /// `None` for a picture whose samples are inks: it must be converted as a whole.
+    pub(super) fn open(bytes: &'a [u8], size: ImageSize) -> Result<Option<Self>, MediaError> {
+        let scanlines = open(bytes, size)?;
+        Ok((!scanlines.is_cmyk()).then(|| Self { scanlines, band: Vec::new() }))
+    }
+
+    /// Columns and rows.
+    pub(crate) fn size(&self) -> ImageSize {
+        let (width, height) = self.scanlines.size();
+        ImageSize { width, height }
+    }
+
+    /// Reads what is left, so that damage at the end does not go unnoticed.
+    pub(crate) fn finish(mut self) -> Result<(), MediaError> {
+        while self.scanlines.rows_left() > 0 {
+            self.rows(1)?;
         }
+        Ok(())
     }
-    out.extend(segments.rest);
-    out
+}
+
+impl RowSource for JpegRows<'_> {
+    type Error = MediaError;
+
+    fn rows(&mut self, count: usize) -> Result<&[u8], MediaError> {
+        self.band.resize(count * self.scanlines.row_bytes(), 0);
+        self.scanlines.read(&mut self.band).map_err(unreadable)?;
+        Ok(&self.band)
+    }
 }
 
 /// Size in a frame header: precision, height, width, components.

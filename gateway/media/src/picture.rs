@@ -1,0 +1,72 @@
+//! A picture's file made into patch rows in one go: rows are resized and cut up as they are decoded.
+
+use crate::decode::{DecodeLimits, JpegRows, decode_image, open_rows};
+use crate::error::MediaError;
+use crate::patchify::{TemporalPatch, patchify_resized};
+use crate::resize::{Resizer, RowSource};
+use crate::types::{PatchLayout, Patches};
+
+/// What becomes of a picture, and how long it is wanted.
+pub struct PictureJob<'a, W> {
+    /// What it may cost.
+    pub limits: &'a DecodeLimits,
+    /// From its size as displayed to that at which it is cut up.
+    pub resizer: &'a Resizer,
+    /// How it is cut up.
+    pub layout: PatchLayout,
+    /// Asked now and then; the work is given up once it is false.
+    pub is_wanted: W,
+}
+
+/// Patch rows of a picture at the resizer's target size; `None` if they are no longer wanted.
+///
+/// # Errors
+/// As [`decode_image`].
+///
+/// # Panics
+/// When a side of the target is not a multiple of [`PatchLayout::factor`], or the resizer is for
+/// pictures of another size.
+pub fn picture_patches<W: FnMut() -> bool>(
+    bytes: &[u8],
+    job: PictureJob<'_, W>,
+) -> Result<Option<Patches>, MediaError> {
+    let PictureJob { limits, resizer, layout, mut is_wanted } = job;
+    let Some(rows) = open_rows(bytes, limits)? else {
+        let frame = decode_image(bytes, limits)?;
+        return Ok(is_wanted().then(|| patchify_resized(&frame, resizer, layout)));
+    };
+    assert_eq!(rows.size(), resizer.source(), "a picture of another size");
+    let mut slice = TemporalPatch::new(resizer.target(), layout, 1);
+    let mut watched = Watched { rows, is_wanted };
+    match slice.add_rows(&mut watched, resizer) {
+        Err(Ended::Unwanted) => return Ok(None),
+        Err(Ended::Broken(error)) => return Err(error),
+        Ok(()) => watched.rows.finish()?,
+    }
+    Ok(Some(Patches { grid: slice.grid(), bytes: slice.finish(), frames_per_patch: 1 }))
+}
+
+/// Rows that end when nobody wants them any more.
+struct Watched<'a, W> {
+    rows: JpegRows<'a>,
+    is_wanted: W,
+}
+
+enum Ended {
+    Unwanted,
+    Broken(MediaError),
+}
+
+impl<W: FnMut() -> bool> RowSource for Watched<'_, W> {
+    type Error = Ended;
+
+    fn rows(&mut self, count: usize) -> Result<&[u8], Ended> {
+        if !(self.is_wanted)() {
+            return Err(Ended::Unwanted);
+        }
+        self.rows.rows(count).map_err(Ended::Broken)
+    }
+}
+
+#[cfg(test)]
+mod tests;
