@@ -46,6 +46,7 @@ TINY = dataclasses.replace(
 SHAPES = {
     "m3": M3,
     "m3_rank_of_four": dataclasses.replace(M3, heads=16, groups=1),
+    "m3_rank_of_eight": dataclasses.replace(M3, heads=8, groups=1),
     "tiny_bf16": TINY,
     "tiny_fp32": dataclasses.replace(TINY, dtype=torch.float32),
 }
@@ -63,7 +64,7 @@ def test_triton_serves_every_model(shape):
     assert table("triton", shape).name.startswith("triton (triton, torch")
 
 
-@pytest.mark.parametrize("shape", ["m3", "m3_rank_of_four"])
+@pytest.mark.parametrize("shape", ["m3", "m3_rank_of_four", "m3_rank_of_eight"])
 def test_cuda_serves_the_real_model_and_each_of_its_ranks(shape):
     assert table("cuda", shape).name.startswith("cuda (cuda, triton, torch")
 

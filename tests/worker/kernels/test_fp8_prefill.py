@@ -117,7 +117,7 @@ def test_triton_serves_e4m3_pages_without_scales(num_rows):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("num_rows", [(1, 1), (4, 2), (300, 70)])
+@pytest.mark.parametrize("num_rows", [(1, 1), (4, 2), (60, 30), (300, 70)])
 def test_cuda_serves_e4m3_pages_without_scales(num_rows):
     batch = make_batch(BatchShape(seq_lens=(9000, 5000), num_rows=num_rows), device="cuda", seed=8)
     pages = LayerPages(

@@ -128,6 +128,21 @@ def check_attention(arms, batch: MsaBatch, blocks_GTK: torch.Tensor, what: str) 
             require_close(actual, expected, limit=ATTENTION_LIMIT, what=f"{what}, {name}")
 
 
+@pytest.mark.parametrize("heads", [1, 8])
+@pytest.mark.parametrize("name", ["edges", "one_group", "short_turn"])
+def test_ranks_that_share_a_group_attend_with_the_heads_they_have(library, name, heads):
+    shape = dataclasses.replace(SHAPES[name], heads_per_group=heads)
+    batch = make_batch(shape, device="cuda", seed=40)
+    for arm in Arm:
+        prefill = CudaPrefill(library, AttendPolicy(arm=arm))
+        blocks_GTK = choose(prefill, batch)
+        inputs = (batch.pages, blocks_GTK, batch.rows, SCALE)
+        actual = prefill.block_attention(batch.q_THD, *inputs)
+        expected = reference.block_attention(batch.q_THD.float(), *inputs)
+        assert actual.shape == expected.shape
+        require_close(actual, expected, limit=ATTENTION_LIMIT, what=arm.name)
+
+
 @pytest.mark.parametrize("name", SHAPES)
 @pytest.mark.parametrize(("chosen", "local"), [(16, 1), (16, 3), (5, 2), (1, 1)])
 def test_ties_of_exact_sums_fall_to_the_lower_block(prefill, name, chosen, local):

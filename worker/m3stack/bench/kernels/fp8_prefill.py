@@ -12,6 +12,7 @@ from m3stack.bench.kernels.harness import Case, Ceilings, Prepared, require_clos
 from m3stack.bench.kernels.prefill import (
     ATTENTION_LIMIT,
     CHUNK,
+    GROUPS,
     SCALE,
     PrefillInputs,
     PrefillShape,
@@ -21,9 +22,12 @@ from m3stack.bench.kernels.prefill import (
     library,
 )
 from m3stack.kernels.interface import LayerPages
+from m3stack.kernels.msa.decode.cuda_library import DecodeLibrary
 from m3stack.kernels.msa.decode.fp8_pages import Fp8Pages
+from m3stack.kernels.msa.decode.with_cuda import CudaDecode
 from m3stack.kernels.msa.prefill.widened_pages import block_attention_fp8
 from m3stack.kernels.msa.prefill.with_cuda import CudaPrefill
+from m3stack.kernels.msa.with_cuda import FEW_FP8_LINES
 
 
 def _dequantised(pages: Fp8Pages) -> LayerPages:
@@ -43,17 +47,15 @@ def _dequantised(pages: Fp8Pages) -> LayerPages:
 def prepare(shape: PrefillShape, ceilings: Ceilings) -> Prepared:
     """Attention alone, the selection given."""
     kernels, inputs = CudaPrefill(library()), input_sets(shape)
+    # as the worker does: so few rows read the pages in place
+    in_place = CudaDecode(DecodeLibrary()) if shape.chunk * GROUPS <= FEW_FP8_LINES else None
     pools = [quantised_in_parts(one.batch.pages) for one in inputs]
 
     def over_fp8(one: PrefillInputs, pages: Fp8Pages) -> Tensor:
-        return block_attention_fp8(
-            kernels.block_attention,
-            one.batch.q_THD,
-            pages,
-            one.blocks_GTK,
-            one.batch.rows,
-            SCALE,
-        )
+        inputs = (one.batch.q_THD, pages, one.blocks_GTK, one.batch.rows, SCALE)
+        if in_place is not None:
+            return in_place.block_attention_fp8(*inputs)
+        return block_attention_fp8(kernels.block_attention, *inputs)
 
     def check() -> None:
         first = inputs[0]

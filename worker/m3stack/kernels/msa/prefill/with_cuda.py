@@ -7,6 +7,7 @@ from enum import IntEnum
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from m3stack.kernels.interface import LayerPages, PagedRows
 from m3stack.kernels.msa.prefill.cuda_library import (
@@ -221,11 +222,19 @@ class CudaPrefill:
     def block_attention(
         self, q_THD: Tensor, pages: LayerPages, blocks_GTK: Tensor, rows: PagedRows, scale: float
     ) -> Tensor:
-        """See `interface.BlockAttention`; bf16, 128 x 128 pages, 16 heads a group.
+        """See `interface.BlockAttention`; bf16, 128 x 128 pages, at most 16 heads a group.
+
+        Fewer heads, as ranks have that share a group, are filled up to 16.
 
         Raises:
             UnsupportedShapeError: a shape, dtype or stride outside the limits above.
         """
+        groups, heads = blocks_GTK.shape[0], q_THD.shape[1]
+        if 0 < heads < groups * HEADS_PER_GROUP and heads % groups == 0:
+            full_THD = _with_idle_heads(q_THD, groups)
+            out_THD = self.block_attention(full_THD, pages, blocks_GTK, rows, scale)
+            by_group = out_THD.unflatten(1, (groups, HEADS_PER_GROUP))
+            return by_group[:, :, : heads // groups].flatten(1, 2)
         _check_attention(q_THD, pages, blocks_GTK)
         out_THD = torch.empty_like(q_THD, memory_format=torch.contiguous_format)
         num_tokens = q_THD.shape[0]
@@ -320,6 +329,13 @@ class CudaPrefill:
             arguments = _invert_arguments(base, lists, first, count)
             self.library.launch("m3_prefill_invert", arguments)
             self.library.launch("m3_prefill_attend_key_major", arguments, maps.address, workers)
+
+
+def _with_idle_heads(q_THD: Tensor, groups: int) -> Tensor:
+    """Queries of 16 heads a group, those that are not there zero."""
+    by_group = q_THD.unflatten(1, (groups, -1))
+    missing = HEADS_PER_GROUP - by_group.shape[2]
+    return functional.pad(by_group, (0, 0, 0, missing)).flatten(1, 2)
 
 
 def _key_major_lists(
