@@ -116,8 +116,8 @@ class WorkerConfig:
     )
     kv_dtype: str = _setting(
         "auto",
-        "auto: cache in dtype; fp8: K and V of the sparse layers in e4m3, half the bytes, scaled by "
-        "head so that none is cut off, answers not quite the same",
+        "auto: cache in dtype; fp8: K and V of the sparse layers in e4m3, half the bytes, scaled "
+        "by head so that none is cut off, answers not quite the same",
         one_of(KV_DTYPES),
     )
     index_copy: str = _setting(
