@@ -12,7 +12,7 @@ use std::sync::Arc;
 use std::time::Instant;
 
 use gateway_core::routing::{
-    CacheNews, Choice, Demand, Outcome, Policy, Router, SeatId, SeatLoad, Standing, Ticket,
+    CacheNews, Choice, Demand, Outcome, Policy, Role, Router, SeatId, SeatLoad, Standing, Ticket,
 };
 
 const PAGE_TOKENS: u32 = 128;
@@ -191,7 +191,8 @@ fn router(num_workers: usize, way: Way) -> Router {
     let mut router = Router::new(Policy { slow_start_s: 0.0, ..Policy::default() });
     for number in 0..num_workers {
         let Some(seat) = router.join(number as u64) else { continue };
-        let standing = Standing { max_context_tokens: 1 << 20, page_tokens: PAGE_TOKENS };
+        let standing =
+            Standing { max_context_tokens: 1 << 20, page_tokens: PAGE_TOKENS, role: Role::All };
         router.set_ready(seat, Some(standing), 0.0);
         if way == Way::Told {
             router.cache_news(seat, &CacheNews::default());

@@ -19,6 +19,7 @@ mod reader;
 mod reply;
 mod run;
 mod sample;
+mod stages;
 pub mod telemetry;
 pub mod tenants;
 pub mod tls;

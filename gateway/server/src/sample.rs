@@ -12,8 +12,9 @@ use crate::app::App;
 use crate::error::{ErrorKind, GatewayError};
 use crate::reader::{PlainText, Reader, ReaderParts, Step};
 use crate::reply::{Grammar, Job, ReplyStep, SampleEnd, SampleTokens, Visit};
+use crate::stages::{Prepared, prepare};
 use crate::workers::{
-    GenerateCall, UploadWork, WorkerEvent, WorkerEvents, WorkerId, WorkerLease, WorkerUsage,
+    GenerateCall, UploadWork, Wish, WorkerEvent, WorkerEvents, WorkerId, WorkerLease, WorkerUsage,
 };
 
 /// One sample of one prompt.
@@ -31,6 +32,8 @@ pub struct Sample {
     started: Option<watch::Sender<Option<WorkerId>>>,
     is_first: bool,
     preferred: Option<WorkerId>,
+    /// What other workers have computed for it, once they were asked.
+    prepared: Option<Prepared>,
     may_retry: bool,
     cached_tokens: u64,
     /// Time in the worker's queue, until it is told.
@@ -60,6 +63,7 @@ impl Sample {
             is_first: started.is_some(),
             started,
             preferred: None,
+            prepared: None,
             may_retry: true,
             cached_tokens: 0,
             queue: None,
@@ -126,7 +130,7 @@ impl Sample {
             let events = match &mut self.events {
                 Some(events) => events,
                 None => {
-                    let fresh = self.call(None)?;
+                    let fresh = self.call(None).await?;
                     self.events.insert(fresh)
                 }
             };
@@ -145,7 +149,7 @@ impl Sample {
             self.may_retry = false;
             let Some(lost) = self.events.take() else { return Err(error) };
             // if nobody else is there, the first failure is the one to tell
-            let Ok(fresh) = self.call(Some(lost.lease())) else { return Err(error) };
+            let Ok(fresh) = self.call(Some(lost.lease())).await else { return Err(error) };
             tracing::warn!(reply_id = %self.visit.reply_id, worker = lost.worker().0,
                 reason = error.detail.as_deref().unwrap_or(&error.message),
                 "worker lost before the first token; trying another");
@@ -154,7 +158,7 @@ impl Sample {
         }
     }
 
-    fn call(&self, failed: Option<&WorkerLease>) -> Result<WorkerEvents, GatewayError> {
+    async fn call(&mut self, failed: Option<&WorkerLease>) -> Result<WorkerEvents, GatewayError> {
         let Some(job) = &self.job else {
             return Err(GatewayError::internal("a sample was begun after its first token"));
         };
@@ -162,6 +166,12 @@ impl Sample {
             (Some(worker), None) => self.app.workers.lease_of(&job.route, worker)?,
             _ => self.app.workers.lease(&job.route, failed)?,
         };
+        if self.prepared.is_none() {
+            let prepared =
+                prepare(&self.app, job, &self.visit, self.choice, lease.division).await?;
+            self.prepared = Some(prepared);
+        }
+        let sources = self.prepared.clone().unwrap_or_default().sources;
         let call = GenerateCall {
             header: &job.header,
             request_id: &format!("{}-{}", self.visit.reply_id, self.choice),
@@ -170,6 +180,7 @@ impl Sample {
             trace: &self.visit.trace,
             deadline: self.visit.deadline,
             upload: (!job.media.is_empty()).then(|| upload(&self.app, job)),
+            wish: Wish { sources, ..Wish::default() },
         };
         Ok(WorkerEvents::new(lease, call))
     }
@@ -185,8 +196,10 @@ impl Sample {
         self.announce();
         self.events = None;
         // the worker's count is the true one; a stopped sample never hears it
+        let cached = counted.map_or(self.cached_tokens, |usage| u64::from(usage.cached_tokens));
         let tokens = SampleTokens {
-            cached: counted.map_or(self.cached_tokens, |usage| u64::from(usage.cached_tokens)),
+            // what others computed for this very request was in nobody's cache
+            cached: self.prepared.as_ref().map_or(cached, |done| cached.max(done.cached_tokens)),
             completion: counted.map_or(self.reader.completion_tokens(), |usage| {
                 u64::from(usage.completion_tokens)
             }),
@@ -228,7 +241,7 @@ fn reader_parts(app: &App, job: &Job, visit: &Visit, choice: u32) -> ReaderParts
 }
 
 /// The media half of a call: items the worker lacks are made and sent, one after the other.
-fn upload(app: &Arc<App>, job: &Arc<Job>) -> UploadWork {
+pub(crate) fn upload(app: &Arc<App>, job: &Arc<Job>) -> UploadWork {
     let (media, job) = (Arc::clone(&app.media), Arc::clone(job));
     Box::new(move |needed, sender| {
         Box::pin(async move {

@@ -1,6 +1,7 @@
 //! What a request needs of a worker, and what it gets.
 
 use super::chain::PageKeys;
+use super::roles::Stage;
 use super::seat::SeatId;
 
 /// What a worker says of the pages it holds.
@@ -29,6 +30,10 @@ pub struct Demand {
     pub affinity: Option<u64>,
     /// A worker that has just failed this request.
     pub excluded: Option<SeatId>,
+    /// What is wanted of the worker.
+    pub stage: Stage,
+    /// Names its first picture or clip, if it has any: requests with equal ones share an encoder.
+    pub media: Option<u64>,
 }
 
 /// Why a worker was chosen.

@@ -1,13 +1,14 @@
 //! Which worker takes a request: pure state and choices, no sockets, no clock.
 //!
 //! `chain` names the pages of a prompt as workers do, `index` knows who holds which page,
-//! `breaker` and `seat` know how a worker fares, and [`Router`] chooses.
+//! `breaker` and `seat` know how a worker fares, `roles` what it does, and [`Router`] chooses.
 
 mod breaker;
 mod chain;
 mod demand;
 mod index;
 mod price;
+mod roles;
 mod router;
 mod seat;
 #[cfg(test)]
@@ -17,5 +18,6 @@ pub use breaker::{Breaker, BreakerPolicy, Outcome};
 pub use chain::{ChainMedia, ChainPrompt, PageKeys, page_keys};
 pub use demand::{CacheNews, Choice, Demand, NoChoice, Reason, Ticket};
 pub use index::{MAX_SEATS, PrefixIndex};
+pub use roles::{Division, Role, Stage};
 pub use router::Router;
 pub use seat::{Health, Policy, SeatId, SeatLoad, Standing};

@@ -11,22 +11,24 @@ pub(super) struct Fit {
     pub(super) cost: f64,
 }
 
-/// Seconds to the first token, and what the request makes others wait.
+/// Seconds to the first token, and what the request makes others wait. Of prompt tokens that are
+/// missing here, `share` are computed here.
 pub(super) fn cost(
     seat: &Seat,
     demand: &Demand,
-    (requests, matched): (f64, u32),
+    (requests, matched, share): (f64, u32, f64),
     (policy, unknown_tokens_per_s): (&Policy, f64),
     now_s: f64,
 ) -> f64 {
-    let own = f64::from(demand.prompt_tokens.saturating_sub(matched));
+    let missing = f64::from(demand.prompt_tokens.saturating_sub(matched));
+    let own = missing * share;
     let page_tokens = seat.ready.map_or(0, |(standing, _)| standing.page_tokens);
     // a request that finds no free page waits for others to end
     let free = f64::from(seat.load.total_pages.saturating_sub(seat.load.used_pages));
     let lacking = if seat.load.total_pages == 0 {
         0.0
     } else {
-        (own - free * f64::from(page_tokens)).max(0.0)
+        (missing - free * f64::from(page_tokens)).max(0.0)
     };
     // ours is waited for by those behind it: joining who computes it already spares them that
     let work = own * policy.work_weight + lacking + requests * policy.request_tokens;

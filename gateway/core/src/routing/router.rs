@@ -8,6 +8,7 @@ use super::chain::PageKeys;
 use super::demand::{CacheNews, Choice, Demand, NoChoice, Reason, Ticket};
 use super::index::{MAX_SEATS, PrefixIndex};
 use super::price::{Fit, cost, mix, pick};
+use super::roles::Stage;
 use super::seat::{Health, Policy, Seat, SeatId, SeatLoad, Standing};
 
 /// New pages of one request that are noted as expected of a worker that will tell of them itself;
@@ -17,8 +18,10 @@ const MAX_EXPECTED_PAGES: usize = 256;
 /// The workers and what is known of them. Times are seconds of one steady clock of the caller's.
 #[derive(Debug)]
 pub struct Router {
-    policy: Policy,
-    seats: Vec<Option<Seat>>,
+    pub(super) policy: Policy,
+    pub(super) seats: Vec<Option<Seat>>,
+    /// Whether the request that is looked at could have its prompt computed by another worker.
+    pub(super) is_divided: bool,
     num_joined: u64,
     told: PrefixIndex,
     sent: PrefixIndex,
@@ -37,6 +40,7 @@ impl Router {
             sent: PrefixIndex::new(policy.max_index_pages),
             policy,
             seats: Vec::new(),
+            is_divided: false,
             num_joined: 0,
             sent_order: Vec::new(),
             turn: 0,
@@ -165,7 +169,7 @@ impl Router {
         now_s: f64,
         fit: &mut Vec<Fit>,
     ) -> Result<(usize, Reason), NoChoice> {
-        self.find_fit(demand, now_s, fit);
+        self.is_divided = self.find_fit(demand, now_s, fit);
         if fit.is_empty() {
             return Err(self.nobody(demand));
         }
@@ -187,8 +191,8 @@ impl Router {
                 is_spilled |= matched > 0;
                 matched = 0;
             }
-            let policy = (&self.policy, unknown);
-            one.cost = cost(seat, demand, (one.requests, matched), policy, now_s);
+            let (policy, share) = ((&self.policy, unknown), self.read_share(seat));
+            one.cost = cost(seat, demand, (one.requests, matched, share), policy, now_s);
         }
         self.turn = self.turn.wrapping_add(1);
         let place = pick(fit, self.turn).ok_or(NoChoice::NobodyFit)?;
@@ -208,6 +212,7 @@ impl Router {
     /// A given worker, whatever it has to do; `None` if it has left.
     pub fn take_seat(&mut self, demand: &Demand, seat: SeatId) -> Option<Choice> {
         self.match_pages(demand);
+        self.is_divided = false;
         self.take(demand, usize::from(seat.0), Reason::Affinity)
     }
 
@@ -255,19 +260,20 @@ impl Router {
         }
     }
 
-    fn find_fit(&self, demand: &Demand, now_s: f64, fit: &mut Vec<Fit>) {
+    /// Who could take the request; gives whether others could compute the prompt of an answer.
+    fn find_fit(&self, demand: &Demand, now_s: f64, fit: &mut Vec<Fit>) -> bool {
         let excluded = demand.excluded.map(|seat| usize::from(seat.0));
+        let mut is_divided = false;
         fit.clear();
         for (place, seat) in self.seats.iter().enumerate() {
-            let Some(seat) = seat else { continue };
-            let Some((standing, _)) = seat.ready else { continue };
-            if u64::from(standing.max_context_tokens) >= demand.context_tokens
-                && Some(place) != excluded
-                && seat.health(&self.policy, now_s) == Health::Good
-            {
+            let Some(seat) = seat.as_ref().filter(|_| Some(place) != excluded) else { continue };
+            let is_fit = |stage| self.is_fit(seat, stage, demand.context_tokens, now_s);
+            if is_fit(demand.stage) {
                 fit.push(Fit { place: place as u16, requests: seat.requests(), cost: 0.0 });
             }
+            is_divided |= demand.stage == Stage::Answer && is_fit(Stage::Prefill);
         }
+        is_divided
     }
 
     /// The mean of the rates that were told: who has read nothing yet is taken for one of many.
@@ -280,6 +286,7 @@ impl Router {
 
     fn nobody(&self, demand: &Demand) -> NoChoice {
         let ready = self.seats.iter().flatten().filter_map(|seat| seat.ready);
+        let ready = ready.filter(|(standing, _)| standing.role.serves(demand.stage));
         match ready.map(|(standing, _)| standing.max_context_tokens).max() {
             None => NoChoice::NobodyReady,
             Some(longest) if u64::from(longest) < demand.context_tokens => {
@@ -316,11 +323,13 @@ impl Router {
 
     fn take(&mut self, demand: &Demand, place: usize, reason: Reason) -> Option<Choice> {
         let pages = self.pages.get(place).copied().unwrap_or(0) as usize;
+        let share = self.seats.get(place)?.as_ref().map_or(1.0, |seat| self.read_share(seat));
         let seat = self.seats.get_mut(place).and_then(Option::as_mut)?;
         let page_tokens = seat.ready.map_or(0, |(standing, _)| standing.page_tokens);
         let matched_tokens = (pages as u32).saturating_mul(page_tokens);
         seat.assigned += 1;
-        let tokens = u64::from(demand.prompt_tokens.saturating_sub(matched_tokens));
+        let missing = f64::from(demand.prompt_tokens.saturating_sub(matched_tokens));
+        let tokens = (missing * share) as u64;
         seat.unreported_tokens += tokens;
         let tokens = (tokens, seat.num_reports);
         let is_trial = seat.breaker.begin();

@@ -2,6 +2,7 @@
 
 use super::breaker::{Breaker, BreakerPolicy};
 use super::chain::PageKeys;
+use super::roles::Role;
 
 /// Place of a worker in the router; given again once its worker has left.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
@@ -34,6 +35,10 @@ pub struct Policy {
     pub max_index_pages: usize,
     /// Pages remembered of what was sent to a worker that does not tell what it holds.
     pub max_sent_pages: usize,
+    /// A worker that fetches prompts computes one itself of which it lacks no more tokens than this.
+    pub min_prefill_tokens: u32,
+    /// What fetching a prompt token costs, where computing one costs 1.
+    pub fetch_weight: f64,
 }
 
 impl Default for Policy {
@@ -50,6 +55,8 @@ impl Default for Policy {
             breaker: BreakerPolicy::default(),
             max_index_pages: 4_000_000,
             max_sent_pages: 16_384,
+            min_prefill_tokens: 256,
+            fetch_weight: 0.1,
         }
     }
 }
@@ -80,6 +87,8 @@ pub struct Standing {
     pub max_context_tokens: u32,
     /// Tokens of a cache page; 0 if it shares none.
     pub page_tokens: u32,
+    /// What it does.
+    pub role: Role,
 }
 
 /// Whether a ready worker is given requests.

@@ -4,13 +4,15 @@ mod chain;
 mod choices;
 mod crowd;
 mod index;
+mod roles;
 
 use std::sync::Arc;
 
-use super::{CacheNews, Demand, Policy, Router, SeatId, SeatLoad, Standing};
+use super::{CacheNews, Demand, Policy, Role, Router, SeatId, SeatLoad, Standing};
 
 const PAGE: u32 = 128;
-const STANDING: Standing = Standing { max_context_tokens: 100_000, page_tokens: PAGE };
+const STANDING: Standing =
+    Standing { max_context_tokens: 100_000, page_tokens: PAGE, role: Role::All };
 
 /// A router before `count` workers that have been ready for long.
 fn ready(count: u16, policy: Policy) -> Router {

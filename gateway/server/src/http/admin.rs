@@ -6,6 +6,7 @@ use axum::Router;
 use axum::extract::State;
 use axum::response::Response;
 use axum::routing::{get, post};
+use gateway_core::routing::Role;
 use serde_json::{Value, json};
 
 use super::{json_response, ops, unknown_route, wrong_method};
@@ -43,9 +44,16 @@ fn shown(view: &WorkerView) -> Value {
         WorkerState::Refused { reason } => ("refused", Some(reason)),
         WorkerState::Unreachable { reason } => ("unreachable", Some(reason)),
     };
+    let role = match view.role {
+        Role::All => "all",
+        Role::Encode => "encode",
+        Role::Prefill => "prefill",
+        Role::Decode => "decode",
+    };
     json!({
         "address": &*view.address,
         "state": state,
+        "role": role,
         "reason": reason.map(|reason| &**reason),
         "assigned_requests": view.assigned_requests,
         "running_requests": view.load.running_requests,

@@ -51,7 +51,12 @@ pub(super) async fn ready(State(app): State<Arc<App>>) -> Response {
     if is_draining {
         missing.insert(0, "the gateway is shutting down".into());
     }
-    let is_ready = workers.ready > 0 && !is_draining;
+    // workers that only compute for others serve nobody
+    let answers = app.workers.check_someone_ready();
+    if let (Err(nobody), true) = (&answers, workers.ready > 0) {
+        missing.push(nobody.message.clone());
+    }
+    let is_ready = workers.ready > 0 && answers.is_ok() && !is_draining;
     let video = app.media.missing_for_video();
     let mut response = json_response(&json!({
         "ready": is_ready,

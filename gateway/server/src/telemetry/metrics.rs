@@ -8,7 +8,7 @@ use super::caches::{CacheClass, CacheCounts};
 use super::exposition::{Counter, Gauge, Histogram, Page};
 use super::routing::{Fleet, RoutingCounts};
 use crate::error::ErrorKind;
-use gateway_core::routing::Reason;
+use gateway_core::routing::{Reason, Stage};
 
 /// Bounds in seconds for work inside the gateway.
 const SHORT: &[f64] =
@@ -240,6 +240,11 @@ impl Metrics {
     /// A worker was chosen, with that many prompt tokens thought to be in its cache.
     pub fn routed(&self, reason: Reason, matched_tokens: u32, taken: Duration) {
         self.routing.chosen(reason, matched_tokens, taken);
+    }
+
+    /// Another worker has computed its part of a request, or could not.
+    pub fn stage_ended(&self, stage: Stage, is_done: bool) {
+        self.routing.stage_ended(stage, is_done);
     }
 
     /// A request was sent away because every worker has too much to do.

@@ -2,7 +2,7 @@
 
 use std::time::Duration;
 
-use gateway_core::routing::{Reason, SeatLoad};
+use gateway_core::routing::{Reason, SeatLoad, Stage};
 
 use super::exposition::{Counter, Histogram, Page};
 
@@ -14,6 +14,9 @@ const REASONS: [(Reason, &str); 4] = [
     (Reason::Affinity, "affinity"),
     (Reason::Spill, "spill"),
 ];
+
+/// Stages that are asked of a worker for another one's sake.
+const STAGES: [(Stage, &str); 2] = [(Stage::Prefill, "prefill"), (Stage::Encode, "encode")];
 
 /// How many workers are in which state, at the time of a scrape.
 #[derive(Clone, Copy, Debug, Default)]
@@ -101,6 +104,8 @@ pub(super) struct RoutingCounts {
     matched_tokens: Counter,
     retries: Counter,
     shed: Counter,
+    /// By stage: done, and left to the worker that answers.
+    stages: [[Counter; 2]; STAGES.len()],
 }
 
 impl Default for RoutingCounts {
@@ -111,6 +116,7 @@ impl Default for RoutingCounts {
             matched_tokens: Counter::default(),
             retries: Counter::default(),
             shed: Counter::default(),
+            stages: Default::default(),
         }
     }
 }
@@ -132,7 +138,23 @@ impl RoutingCounts {
         self.shed.add(1);
     }
 
+    pub(super) fn stage_ended(&self, stage: Stage, is_done: bool) {
+        for ((known, _), counts) in STAGES.iter().zip(&self.stages) {
+            counts[usize::from(!is_done)].add(u64::from(*known == stage));
+        }
+    }
+
     pub(super) fn write(&self, page: &mut Page) {
+        let name = "m3stack_gateway_stages_total";
+        let help = "Parts of requests that other workers were to compute for the one that answers, \
+                    by outcome; what is skipped it computes itself.";
+        page.head(name, "counter", help);
+        for ((_, stage), counts) in STAGES.iter().zip(&self.stages) {
+            for (outcome, count) in ["done", "skipped"].iter().zip(counts) {
+                let labels = format!("stage=\"{stage}\",outcome=\"{outcome}\"");
+                page.sample(name, &labels, count.value());
+            }
+        }
         let name = "m3stack_gateway_routing_choices_total";
         page.head(name, "counter", "Workers chosen, by reason.");
         for ((_, label), count) in REASONS.iter().zip(&self.chosen) {

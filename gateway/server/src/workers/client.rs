@@ -14,7 +14,7 @@ use tonic::metadata::MetadataValue;
 use tonic::transport::Channel;
 
 use super::upload::ChunkSender;
-use super::wire::{self, RequestHeader, proto};
+use super::wire::{self, RequestHeader, Wish, proto};
 use super::{WorkerEvent, WorkerId, WorkerLease};
 use crate::error::{ErrorKind, GatewayError};
 use crate::telemetry::traces::{RequestTrace, WorkerCall};
@@ -45,6 +45,8 @@ pub struct GenerateCall<'a> {
     pub deadline: Instant,
     /// Present if the header names media.
     pub upload: Option<UploadWork>,
+    /// What is wanted of this worker.
+    pub wish: Wish,
 }
 
 type Opening = BoxFuture<'static, Result<tonic::Streaming<proto::GenerateResponse>, tonic::Status>>;
@@ -66,7 +68,7 @@ pub struct WorkerEvents {
 impl WorkerEvents {
     /// Prepares the call; it is made by the first [`WorkerEvents::next`].
     pub fn new(lease: WorkerLease, call: GenerateCall<'_>) -> Self {
-        let header = wire::header_request(call.header, call.request_id, call.seed);
+        let header = wire::header_request(call.header, call.request_id, call.seed, &call.wish);
         let (work, chunks) = match call.upload {
             None => (None, None),
             Some(work) => {

@@ -42,8 +42,13 @@ pub(super) fn demand(
         context_tokens: u64::from(prompt_tokens) + u64::from(header.max_tokens),
         chains,
         affinity: affinity.map(number),
-        excluded: None,
+        media: header.items.first().map(|item| first_bytes(&item.hash.0)),
+        ..Demand::default()
     }
+}
+
+fn first_bytes(hash: &[u8; 32]) -> u64 {
+    hash.iter().take(8).fold(0, |number, byte| (number << 8) | u64::from(*byte))
 }
 
 /// The same text is the same number in every gateway of one build.

@@ -2,21 +2,24 @@
 
 use std::sync::Arc;
 
-use gateway_core::routing::{Outcome, SeatId, Ticket};
+use gateway_core::routing::{Division, Outcome, SeatId, Ticket};
 use tokio_util::sync::CancellationToken;
 use tonic::transport::Channel;
 
-use super::WorkerId;
 use super::shared::{Member, Shared};
+use super::{Source, WorkerId};
 
 /// A request on its way to a worker; counted until dropped.
 #[derive(Debug)]
 pub struct WorkerLease {
     /// The worker.
     pub id: WorkerId,
+    /// What others should compute before it is asked.
+    pub division: Division,
     pub(super) seat: SeatId,
     pub(super) address: Arc<str>,
     pub(super) channel: Channel,
+    tls_name: Option<Arc<str>>,
     pub(super) lost: CancellationToken,
     shared: Arc<Shared>,
     ticket: Option<Ticket>,
@@ -24,17 +27,31 @@ pub struct WorkerLease {
 }
 
 impl WorkerLease {
-    pub(super) fn new(shared: &Arc<Shared>, member: &Member, ticket: Ticket) -> Self {
+    pub(super) fn new(
+        shared: &Arc<Shared>,
+        member: &Member,
+        ticket: Ticket,
+        division: Division,
+    ) -> Self {
         Self {
             id: member.id,
+            division,
             seat: member.seat,
             address: Arc::clone(&member.uri),
             channel: member.channel.clone(),
+            tls_name: member.tls_name.clone(),
             lost: member.reports.borrow().lost.clone(),
             shared: Arc::clone(shared),
             ticket: Some(ticket),
             outcome: Outcome::Neutral,
         }
+    }
+
+    /// The worker as others reach it.
+    pub fn source(&self) -> Source {
+        let uri = &*self.address;
+        let address = uri.split_once("://").map_or(uri, |(_, address)| address);
+        Source { address: address.to_owned(), tls_name: self.tls_name.clone() }
     }
 
     /// Notes how the worker has done so far; the last word counts when the lease is dropped.

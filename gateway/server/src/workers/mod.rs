@@ -14,11 +14,11 @@ use std::sync::Arc;
 
 pub use client::{GenerateCall, UploadWork, WorkerEvents};
 pub use explain::{PhaseEntry, explain};
-use gateway_core::routing::SeatLoad;
+use gateway_core::routing::{Role, SeatLoad};
 pub use lease::WorkerLease;
 pub use pool::WorkerPool;
 pub use upload::{ChunkSender, ItemUpload, gather};
-pub use wire::{ItemHeader, RequestHeader, header_bytes};
+pub use wire::{ItemHeader, RequestHeader, Wish, header_bytes};
 
 /// Number of a worker; none is given twice.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -31,6 +31,24 @@ pub struct WorkerAddress {
     pub uri: String,
     /// The name its certificate is for, if it is not the host.
     pub tls_name: Option<String>,
+}
+
+/// A worker as other workers reach it.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Source {
+    /// `host:port`.
+    pub address: String,
+    /// The name its certificate is for, if it is not the host.
+    pub tls_name: Option<Arc<str>>,
+}
+
+/// Who has computed parts of a request for others to fetch.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Sources {
+    /// The pages of its prompt.
+    pub pages: Option<Source>,
+    /// The features of its media.
+    pub features: Option<Source>,
 }
 
 /// Whether a worker takes requests, and if not, why.
@@ -67,6 +85,8 @@ pub struct WorkerView {
     pub address: Arc<str>,
     /// Whether it takes requests.
     pub state: WorkerState,
+    /// What it does.
+    pub role: Role,
     /// Its own last word on its load.
     pub load: SeatLoad,
     /// Requests this gateway has given it that have not ended.

@@ -6,7 +6,7 @@ use std::time::{Duration, Instant};
 
 use gateway_core::model::ModelFacts;
 use gateway_core::routing::{
-    Choice, Demand, Health, MAX_SEATS, NoChoice, Policy, Router, SeatLoad,
+    Choice, Demand, Division, Health, MAX_SEATS, NoChoice, Policy, Role, Router, SeatLoad,
 };
 use tokio::sync::watch;
 use tonic::transport::{Channel, ClientTlsConfig, Endpoint};
@@ -98,7 +98,8 @@ impl WorkerPool {
         };
         let id = WorkerId(self.num_ids.fetch_add(1, Ordering::Relaxed));
         let follower = tokio::spawn(session.run());
-        Ok(Member { id, seat, uri, channel, reports, follower })
+        let tls_name = address.tls_name.as_deref().map(Arc::from);
+        Ok(Member { id, seat, uri, tls_name, channel, reports, follower })
     }
 
     fn channel(&self, address: &WorkerAddress) -> Result<Channel, tonic::transport::Error> {
@@ -140,6 +141,7 @@ impl WorkerPool {
                 id: member.id,
                 address: Arc::clone(&member.uri),
                 state: state(&report, router.health(member.seat, now_s)),
+                role: report.role,
                 load: report.load,
                 assigned_requests: router.assigned(member.seat),
                 max_context_tokens: report.max_context_tokens,
@@ -167,14 +169,20 @@ impl WorkerPool {
         let excluded = failed.map(|lease| lease.seat);
         let demand = &Demand { excluded, ..demand.clone() };
         let (began, now_s) = (Instant::now(), self.shared.now_s());
-        let choice = self.shared.router().choose(demand, now_s);
+        let choice = {
+            let mut router = self.shared.router();
+            router.choose(demand, now_s).map(|choice| {
+                let division = router.division(demand, &choice, now_s);
+                (choice, division)
+            })
+        };
         match choice {
-            Ok(choice) => {
+            Ok((choice, division)) => {
                 let metrics = &self.shared.metrics;
                 metrics.routed(choice.reason, choice.matched_tokens, began.elapsed());
-                self.lease_for(choice)
+                self.lease_for(choice, division)
             }
-            Err(none) => Err(self.nobody(none, demand.context_tokens)),
+            Err(none) => Err(self.nobody(none, demand)),
         }
     }
 
@@ -187,7 +195,7 @@ impl WorkerPool {
         let seat = members.iter().find(|member| member.id == id).map(|member| member.seat);
         let choice = seat.and_then(|seat| self.shared.router().take_seat(demand, seat));
         match choice {
-            Some(choice) => self.lease_for(choice),
+            Some(choice) => self.lease_for(choice, Division::default()),
             None => Err(GatewayError::new(
                 ErrorKind::WorkerUnavailable,
                 "the worker that served this request has left; try again",
@@ -195,10 +203,10 @@ impl WorkerPool {
         }
     }
 
-    fn lease_for(&self, choice: Choice) -> Result<WorkerLease, GatewayError> {
+    fn lease_for(&self, choice: Choice, division: Division) -> Result<WorkerLease, GatewayError> {
         let members = self.shared.members();
         match members.iter().find(|member| member.seat == choice.ticket.seat) {
-            Some(member) => Ok(WorkerLease::new(&self.shared, member, choice.ticket)),
+            Some(member) => Ok(WorkerLease::new(&self.shared, member, choice.ticket, division)),
             // it left between choice and lease; its seat knows the ticket no longer
             None => Err(GatewayError::new(
                 ErrorKind::WorkerUnavailable,
@@ -214,27 +222,25 @@ impl WorkerPool {
     pub fn check_someone_ready(&self) -> Result<(), GatewayError> {
         let members = self.shared.members();
         let mut reports = members.iter().map(|member| member.reports.borrow());
-        if reports.any(|report| report.state == WorkerState::Ready) {
+        if reports.any(|report| report.answers()) {
             return Ok(());
         }
-        Err(self.nobody(NoChoice::NobodyReady, 0))
+        Err(self.nobody(NoChoice::NobodyReady, &Demand::default()))
     }
 
     /// The longest context that any ready worker holds; `None` while none is ready.
     pub fn longest_context(&self) -> Option<u32> {
         let members = self.shared.members();
         let reports = members.iter().map(|member| member.reports.borrow());
-        reports
-            .filter(|report| report.state == WorkerState::Ready)
-            .map(|report| report.max_context_tokens)
-            .max()
+        reports.filter(|report| report.answers()).map(|report| report.max_context_tokens).max()
     }
 
-    fn nobody(&self, none: NoChoice, context_tokens: u64) -> GatewayError {
+    fn nobody(&self, none: NoChoice, demand: &Demand) -> GatewayError {
         let message = match none {
             NoChoice::TooLong(longest) => format!(
-                "the request needs {context_tokens} tokens of context; the workers now ready \
-                 hold {longest}"
+                "the request needs {} tokens of context; the workers now ready \
+                 hold {longest}",
+                demand.context_tokens
             ),
             NoChoice::TooBusy { wait_s } => {
                 self.shared.metrics.shed();
@@ -253,7 +259,8 @@ impl WorkerPool {
                 message
             }
             NoChoice::NobodyReady => {
-                let missing = self.what_is_missing();
+                let mut missing = self.what_is_missing();
+                missing.extend(self.who_helps_only());
                 let nobody = vec!["no worker is known".to_owned()];
                 let missing = if missing.is_empty() { nobody } else { missing };
                 format!("no worker is ready: {}", missing.join("; "))
@@ -283,6 +290,20 @@ impl WorkerPool {
                     Some(format!("worker {address} is out of reach: {reason}"))
                 }
             }
+        };
+        self.snapshot().into_iter().filter_map(line).collect()
+    }
+
+    /// One line a worker that is ready and answers nothing.
+    fn who_helps_only(&self) -> Vec<String> {
+        let line = |view: WorkerView| {
+            let does = match (view.state, view.role) {
+                (WorkerState::Ready, Role::Encode) => "encodes media",
+                (WorkerState::Ready, Role::Prefill) => "computes prompts for others",
+                _ => return None,
+            };
+            let address = view.address.split_once("://").map_or(&*view.address, |(_, rest)| rest);
+            Some(format!("worker {address} only {does}"))
         };
         self.snapshot().into_iter().filter_map(line).collect()
     }

@@ -3,7 +3,7 @@
 use std::sync::Arc;
 use std::time::Duration;
 
-use gateway_core::routing::{CacheNews, SeatId, SeatLoad, Standing};
+use gateway_core::routing::{CacheNews, Role, SeatId, SeatLoad, Stage, Standing};
 use rand::Rng;
 use tokio::sync::watch;
 use tokio_util::sync::CancellationToken;
@@ -30,6 +30,7 @@ pub(super) struct Report {
     pub(super) state: WorkerState,
     pub(super) load: SeatLoad,
     pub(super) max_context_tokens: u32,
+    pub(super) role: Role,
     /// Tokens of a cache page.
     page_tokens: u32,
     /// Cancelled when this start of the worker is known to be over.
@@ -43,9 +44,15 @@ impl Report {
             state: WorkerState::Unreachable { reason: Arc::from("not yet contacted") },
             load: SeatLoad::default(),
             max_context_tokens: 0,
+            role: Role::All,
             page_tokens: 0,
             lost: CancellationToken::new(),
         }
+    }
+
+    /// Whether it takes requests that want an answer.
+    pub(super) fn answers(&self) -> bool {
+        self.state == WorkerState::Ready && self.role.serves(Stage::Answer)
     }
 
     /// The worker has said who it is: the start that was known, or another.
@@ -129,6 +136,7 @@ impl Session {
                 }
                 report.max_context_tokens = identity.max_context_tokens;
                 report.page_tokens = identity.page_tokens;
+                report.role = wire::role(identity);
                 report.state = match wire::difference(identity, &self.shared.facts) {
                     Some(reason) => WorkerState::Refused { reason: reason.into() },
                     None => WorkerState::Loading,
@@ -159,6 +167,7 @@ impl Session {
         let standing = (report.state == WorkerState::Ready).then_some(Standing {
             max_context_tokens: report.max_context_tokens,
             page_tokens: report.page_tokens,
+            role: report.role,
         });
         let mut router = self.shared.router();
         if is_restarted {

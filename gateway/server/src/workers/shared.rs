@@ -29,6 +29,7 @@ pub(super) struct Member {
     pub(super) id: WorkerId,
     pub(super) seat: SeatId,
     pub(super) uri: Arc<str>,
+    pub(super) tls_name: Option<Arc<str>>,
     pub(super) channel: Channel,
     pub(super) reports: watch::Receiver<Report>,
     pub(super) follower: JoinHandle<()>,

@@ -7,12 +7,12 @@ use gateway_core::constraint::{Constraint, ConstraintSpec};
 use gateway_core::conversation::{Generation, Standing};
 use gateway_core::model::{MediaKind, MediaPlan, ModelFacts};
 use gateway_core::prompt::Span;
-use gateway_core::routing::SeatLoad;
+use gateway_core::routing::{Role, SeatLoad, Stage};
 use gateway_media::{MediaHash, PatchLayout, PixelNorm};
 use prost::Message;
 use tonic::{Code, Status};
 
-use super::{TokenLogprob, WorkerEvent, WorkerUsage};
+use super::{Source, Sources, TokenLogprob, WorkerEvent, WorkerUsage};
 use crate::error::{ErrorKind, GatewayError};
 
 /// What the protocol compiler made.
@@ -74,12 +74,37 @@ pub struct RequestHeader {
     pub items: Vec<ItemHeader>,
 }
 
+/// What is wanted of one worker, and what others have of it already.
+#[derive(Clone, Debug, Default)]
+pub struct Wish {
+    /// The part of the work.
+    pub stage: Stage,
+    /// Where other parts are.
+    pub sources: Sources,
+}
+
 pub(super) fn header_request(
     header: &RequestHeader,
     request_id: &str,
     seed: u64,
+    wish: &Wish,
 ) -> proto::GenerateRequest {
-    let header = generate_header(header, request_id, seed);
+    let mut header = generate_header(header, request_id, seed);
+    header.purpose = match wish.stage {
+        Stage::Answer => proto::Purpose::Unspecified,
+        Stage::Prefill => proto::Purpose::Prefill,
+        Stage::Encode => proto::Purpose::Encode,
+    }
+    .into();
+    if wish.stage != Stage::Answer {
+        // one that helps may be too small for the whole output, which it does not make
+        header.constraint = None;
+        if let Some(sampling) = &mut header.sampling {
+            (sampling.max_tokens, sampling.min_tokens) = (Some(1), Some(0));
+        }
+    }
+    header.pages_source = wish.sources.pages.as_ref().map(source);
+    header.features_source = wish.sources.features.as_ref().map(source);
     proto::GenerateRequest { body: Some(proto::generate_request::Body::Header(header)) }
 }
 
@@ -102,6 +127,11 @@ fn generate_header(header: &RequestHeader, request_id: &str, seed: u64) -> proto
         constraint: header.constraint.as_ref().map(constraint),
         ..proto::GenerateHeader::default()
     }
+}
+
+fn source(source: &Source) -> proto::Source {
+    let tls_name = source.tls_name.as_deref().unwrap_or_default().to_owned();
+    proto::Source { address: source.address.clone(), tls_name }
 }
 
 fn constraint(constraint: &Constraint) -> proto::Constraint {
@@ -187,7 +217,9 @@ pub(super) fn reply(response: proto::GenerateResponse) -> Result<Reply, GatewayE
         Some(Body::Needs(needs)) => return Ok(Reply::Needs(needs.item_indices)),
         Some(Body::Started(started)) => {
             let queue = Duration::from_millis(started.queue_ms.into());
-            WorkerEvent::Started { queue, cached_tokens: started.cached_tokens }
+            // what was fetched for this request was not there before it
+            let cached_tokens = started.cached_tokens.saturating_sub(started.transferred_tokens);
+            WorkerEvent::Started { queue, cached_tokens }
         }
         Some(Body::Tokens(tokens)) => {
             if !tokens.logprobs.is_empty() && tokens.logprobs.len() != tokens.token_ids.len() {
@@ -228,7 +260,7 @@ fn token_logprob(entry: proto::TokenLogprob) -> TokenLogprob {
 fn usage(usage: proto::Usage) -> WorkerUsage {
     WorkerUsage {
         prompt_tokens: usage.prompt_tokens,
-        cached_tokens: usage.cached_tokens,
+        cached_tokens: usage.cached_tokens.saturating_sub(usage.transferred_tokens),
         completion_tokens: usage.completion_tokens,
     }
 }
@@ -242,6 +274,16 @@ pub(super) fn load(load: proto::Load) -> SeatLoad {
         total_pages: load.total_pages,
         steps: load.steps,
         prompt_tokens_per_s: load.prompt_tokens_per_s,
+    }
+}
+
+/// What a worker does; older ones do everything.
+pub(super) fn role(identity: &proto::Identity) -> Role {
+    match identity.role() {
+        proto::WorkerRole::Unspecified | proto::WorkerRole::All => Role::All,
+        proto::WorkerRole::Encode => Role::Encode,
+        proto::WorkerRole::Prefill => Role::Prefill,
+        proto::WorkerRole::Decode => Role::Decode,
     }
 }
 

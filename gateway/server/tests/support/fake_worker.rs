@@ -53,7 +53,7 @@ pub struct Record {
 }
 
 struct Inner {
-    identity: proto::Identity,
+    identity: Mutex<proto::Identity>,
     script: Mutex<Script>,
     holds: Mutex<Holds>,
     record: Arc<Mutex<Record>>,
@@ -108,7 +108,7 @@ impl FakeWorker {
         let state = proto::WorkerState::Ready;
         let (told, follow) = watch::channel(Told { state, load, cache: (0, None) });
         let inner = Arc::new(Inner {
-            identity: identity(facts, fingerprint),
+            identity: Mutex::new(identity(facts, fingerprint)),
             script: Mutex::new(Arc::new(|_| vec![Act::Start, Act::Stop])),
             holds: Mutex::new(Holds::Nothing),
             record: Arc::default(),
@@ -148,6 +148,11 @@ impl FakeWorker {
 
     pub fn set_acts(&self, acts: Vec<Act>) {
         self.set_script(move |_| acts.clone());
+    }
+
+    /// Says from the next `Watch` on what it does.
+    pub fn set_role(&self, role: proto::WorkerRole) {
+        self.inner.identity.lock().unwrap().role = role.into();
     }
 
     pub fn set_holds(&self, holds: Holds) {
@@ -235,7 +240,7 @@ impl WorkerService for Service {
         let (sender, receiver) = mpsc::channel(4);
         tokio::spawn(async move {
             let mut follow = inner.told.clone();
-            let mut identity = Some(inner.identity.clone());
+            let mut identity = Some(inner.identity.lock().unwrap().clone());
             let mut num_news = 0;
             loop {
                 let Told { state, load, cache } = follow.borrow_and_update().clone();

@@ -48,7 +48,8 @@ pub async fn play(
     for act in acts {
         match act {
             Act::Start => {
-                let started = proto::Started { queue_ms: 1, cached_tokens: 3, ..Default::default() };
+                let started =
+                    proto::Started { queue_ms: 1, cached_tokens: 3, ..Default::default() };
                 say(sender, Body::Started(started)).await?;
             }
             Act::Tokens(token_ids) => {
