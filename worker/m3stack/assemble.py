@@ -31,7 +31,14 @@ from m3stack.engine.runner import NO_PEERS, Forward, ModelRunner, Peers, Runner
 from m3stack.engine.sampler import Sampler
 from m3stack.engine.scheduler import Scheduler
 from m3stack.errors import StartupError
-from m3stack.gpu_steps import bytes_of_steps, device_counts, forward_of, overlaps_steps, pace_of
+from m3stack.gpu_steps import (
+    bytes_of_steps,
+    device_counts,
+    forward_of,
+    overlaps_steps,
+    pace_of,
+    run_ahead,
+)
 from m3stack.group import Joined, RankGroup, Setup
 from m3stack.hardware import Hardware, choose_hardware
 from m3stack.kernels.build import KernelUnavailableError
@@ -158,6 +165,8 @@ def _assemble_leader(config: WorkerConfig, ground: Ground, around: Surroundings)
     mesh = ALONE if group is None else ProcessMesh(group.joined.tensors)
     model = _load(config, model_config, hardware, mesh=mesh, progress=around.progress)
     limits = scheduler_limits(config, hardware.device)
+    if mesh.size == 1:
+        run_ahead(config, model, limits)
     pool = build_pool(
         config,
         model_config,

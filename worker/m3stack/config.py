@@ -161,7 +161,7 @@ class WorkerConfig:
     mixed_step_slowdown: float = _setting(
         -1.0,
         "in time, what max_mixed_tokens is in tokens: a step with prompts takes about that many "
-        "times one without, or longer where prompts would get less than 45% of it; learnt as steps "
+        "times one without, or longer where prompts would get less than 42% of it; learnt as steps "
         "run; 0: no such bound; -1: 1.8 on a GPU, 0 on a CPU",
         slowdown,
     )
@@ -182,6 +182,13 @@ class WorkerConfig:
         "GPU memory that recorded decode steps (CUDA graphs) may take; -1: 2 GiB on a GPU with one "
         "rank; 0: none (the default until they have been compared with plain steps on a GPU)",
         at_least(-1),
+    )
+    first_steps_s: float = _setting(
+        120.0,
+        "on a GPU with one rank: seconds that a worker may spend, before it is ready, on steps of "
+        "all sizes, so that no request waits for a kernel to be compiled; far less where kernels "
+        "were compiled before; 0: none",
+        drain,
     )
     max_sequences: int = _setting(64, "requests that run at once", at_least(1))
     max_sequences_per_tenant: int = _setting(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 
 import torch
@@ -15,11 +16,14 @@ from m3stack.engine.graphs import CudaRecorder, DecodeGraphs
 from m3stack.engine.pace import Pace, PaceLimits
 from m3stack.engine.runner import Forward
 from m3stack.errors import StartupError
+from m3stack.first_steps import run_first_steps, sizes
 from m3stack.hardware import Hardware
 from m3stack.kernels.msa.with_cuda import CudaMsa
 from m3stack.models.minimax_m3.model import M3Model
 from m3stack.pools import context_limit, page_shape
 from m3stack.telemetry import DeviceCounts
+
+_log = logging.getLogger(__name__)
 
 GPU_GRAPH_BYTES = 2 << 30
 GPU_SLOWDOWN = 1.8
@@ -89,6 +93,24 @@ def bytes_of_steps(config: WorkerConfig, model: M3Model, limits: SchedulerLimits
             f"weights: {error}; lower max_batch_tokens or max_context_tokens"
         ) from error
     return step + _graph_bytes(config)
+
+
+def run_ahead(config: WorkerConfig, model: M3Model, limits: SchedulerLimits) -> None:
+    """Has everything compiled that steps need, where that happens at first use."""
+    device = model.embedding.device
+    if device.type != "cuda" or not config.first_steps_s:
+        return
+    wanted = sizes(
+        max_tokens=limits.max_batch_tokens,
+        max_sequences=limits.max_sequences,
+        context_tokens=context_limit(config, model.config),
+    )
+    shape = page_shape(config, model.config, Hardware(device, model.embedding.dtype))
+    try:
+        run_first_steps(model, shape, list(wanted), budget_s=config.first_steps_s)
+    except torch.OutOfMemoryError as error:
+        # the largest step was sized for; a mixture of sizes that does not fit is none of it
+        _log.warning("first_steps_ended reason=%s", error)
 
 
 def _graph_bytes(config: WorkerConfig) -> int:

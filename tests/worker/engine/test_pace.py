@@ -53,9 +53,9 @@ def settle(pace: Pace, machine: Machine, *, most: int = 4096, steps: int = 60) -
 def test_a_long_step_grows_to_the_slowdown_and_no_further() -> None:
     machine = Machine(plain_ms=14, fixed_ms=0.5, token_us=12)
     late = settle(Pace(LIMITS), machine)[20:]
-    # 27.5 ms are reached with 1,080 tokens, and by every other step only
+    # 27.5 ms are reached with 1,080 tokens
     assert 750 < min(late) <= max(late) < 1500
-    assert sum(late) / len(late) == pytest.approx(0.9 * 1080, rel=0.12)
+    assert sum(late) / len(late) == pytest.approx(0.94 * 1080, rel=0.12)
 
 
 def test_a_short_step_is_stretched_until_prompts_have_their_share() -> None:
@@ -63,7 +63,7 @@ def test_a_short_step_is_stretched_until_prompts_have_their_share() -> None:
     machine = Machine(plain_ms=4, fixed_ms=8, token_us=10)
     late = settle(Pace(LIMITS), machine)[20:]
     fair = 0.45 / 0.55 * 12_000 / 10
-    assert sum(late) / len(late) == pytest.approx(0.9 * fair, rel=0.2)
+    assert sum(late) / len(late) == pytest.approx(0.94 * fair, rel=0.2)
 
 
 def test_tokens_that_get_dearer_make_steps_smaller() -> None:

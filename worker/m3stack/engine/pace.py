@@ -15,8 +15,8 @@ from m3stack.engine.plan import Row, StepPlan
 
 WINDOW = 10
 """Steps that are looked back at."""
-DITHER = 0.8
-"""Every other step holds this share of the tokens, so that there is a slope to be seen."""
+DITHER, DITHER_STEPS = 0.75, 4
+"""One step in so many holds this share of the tokens, so that there is a slope to be seen."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,7 +31,7 @@ class PaceLimits:
     """
 
     slowdown: float
-    prompt_share: float = 0.45
+    prompt_share: float = 0.42
     min_tokens: int = 128
 
     def __post_init__(self) -> None:
@@ -49,7 +49,7 @@ class Pace:
         self._plain_s: dict[int, deque[float]] = {}
         self._mixed: deque[tuple[int, float]] = deque(maxlen=WINDOW)
         self._slope: float | None = None
-        self._is_short = False
+        self._num_asked = 0
 
     def saw(self, plan: StepPlan, seconds: float) -> None:
         """A step has ended; `seconds` is what it took, or kept the next one waiting."""
@@ -77,8 +77,10 @@ class Pace:
         share = limits.prompt_share
         fair = share / (1 - share) * base_s / slope
         tokens = max(within, fair)
-        self._is_short = not self._is_short
-        return max(limits.min_tokens, int(tokens * (DITHER if self._is_short else 1.0)))
+        self._num_asked += 1
+        if self._num_asked % DITHER_STEPS == 0:
+            tokens *= DITHER
+        return max(limits.min_tokens, int(tokens))
 
     def _plain(self, num_decoding: int) -> float | None:
         """Duration of a step of about so many rows and no prompt."""

@@ -1,0 +1,144 @@
+"""Steps of many sizes, run before requests come: what is compiled at first use is compiled here.
+
+Kernels are made for a step's size: how many rows, how long the longest sequence, whether a number
+divides by sixteen. A size that is met for the first time costs seconds, once for each machine,
+since compilers keep what they made.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from m3stack.batch import DeviceBatch
+from m3stack.cache.pool import KvPool, PageShape
+from m3stack.dry_run import STAND_IN_PAGES
+from m3stack.kernels.interface import PagedRows
+from m3stack.models.minimax_m3.model import M3Model
+
+_log = logging.getLogger(__name__)
+
+BUDGET_S = 120.0
+DECODE_ROWS = (1, 2, 3, 4, 8, 12, 16, 24, 32, 48, 64, 96, 128)
+PROMPT_TOKENS = (
+    2,
+    9,
+    16,
+    40,
+    64,
+    100,
+    128,
+    200,
+    256,
+    400,
+    512,
+    800,
+    1024,
+    1500,
+    2048,
+    3000,
+    4096,
+    6000,
+    8192,
+)
+CONTEXTS = (500, 2048, 8192, 65_536, 100_000, 1_048_576)
+
+
+@dataclass(frozen=True, slots=True)
+class StepSize:
+    """A step: rows of each sequence, and the length of the longest."""
+
+    rows: tuple[int, ...]
+    context_tokens: int
+
+
+def sizes(*, max_tokens: int, max_sequences: int, context_tokens: int) -> Iterator[StepSize]:
+    """Sizes of steps as they occur, those that occur most first."""
+    contexts = sorted({min(context, context_tokens) for context in CONTEXTS})
+    prompts = sorted({min(tokens, max_tokens) for tokens in (*PROMPT_TOKENS, max_tokens)})
+    for tokens in prompts:
+        # behind nothing, behind something cached, and beside two that decode
+        yield StepSize((tokens,), min(tokens, context_tokens))
+        longer = min(context_tokens, max(contexts[len(contexts) // 2], 2 * tokens))
+        if tokens < longer:
+            yield StepSize((tokens,), longer)
+        if tokens > 2 and max_sequences > 2:
+            yield StepSize((1, 1, tokens - 2), longer)
+    for context in contexts:
+        for count in (*(n for n in DECODE_ROWS if n < max_sequences), max_sequences):
+            yield StepSize((1,) * count, context)
+
+
+def step_of(model: M3Model, size: StepSize, num_pages: int) -> DeviceBatch:
+    """A step of a size over a few pages that stand for all; what it computes is noise."""
+    device, page_tokens = model.embedding.device, model.config.block_tokens
+    width = -(-size.context_tokens // page_tokens)
+    table_J = (torch.arange(width, device=device) % num_pages).to(torch.int32)
+    starts = [0]
+    for count in size.rows:
+        starts.append(starts[-1] + count)
+    positions_T = torch.cat(
+        [
+            torch.arange(size.context_tokens - min(count, size.context_tokens), size.context_tokens)
+            for count in size.rows
+        ]
+    ).to(device)
+    pages_T = table_J[positions_T // page_tokens].to(torch.int64)
+    count = len(size.rows)
+    return DeviceBatch(
+        token_ids_T=torch.zeros(starts[-1], dtype=torch.int64, device=device),
+        positions_T=positions_T,
+        slots_T=pages_T * page_tokens + positions_T % page_tokens,
+        rows=PagedRows(
+            query_start_S1=torch.tensor(starts, dtype=torch.int32, device=device),
+            seq_lens_S=torch.full((count,), size.context_tokens, dtype=torch.int32, device=device),
+            page_table_SJ=table_J.repeat(count, 1),
+            max_query_len=max(size.rows),
+            max_seq_len=size.context_tokens,
+        ),
+        sample_rows_S=torch.tensor(starts[1:], device=device) - 1,
+        media=(),
+    )
+
+
+@torch.inference_mode()
+def run_first_steps(
+    model: M3Model,
+    shape: PageShape,
+    wanted: Sequence[StepSize],
+    *,
+    budget_s: float = BUDGET_S,
+    clock: Callable[[], float] = time.monotonic,
+) -> int:
+    """Runs one step of each size, over pages that are given back.
+
+    Args:
+        budget_s: after that long no further size is begun.
+
+    Returns:
+        How many were run.
+    """
+    device, began_at, count = model.embedding.device, clock(), 0
+    pool = KvPool(shape, STAND_IN_PAGES, device)
+    for layer in pool.layers:
+        for tensor in (layer.k_PGBD, layer.v_PGBD, layer.index_k_PBD):
+            if tensor is not None:
+                tensor.zero_()
+    for size in wanted:
+        if clock() - began_at > budget_s:
+            break
+        model(step_of(model, size, STAND_IN_PAGES), pool.layers)
+        if device.type == "cuda":
+            # a size that does not fit is to be seen here
+            torch.cuda.synchronize(device)
+        count += 1
+    del pool
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+    seconds = clock() - began_at
+    _log.info("first_steps sizes=%d of=%d seconds=%.1f", count, len(wanted), seconds)
+    return count
