@@ -46,7 +46,11 @@ test: lint test-rust test-python ## every test CI runs
 test-rust: build ## unit, property and HTTP tests of the gateway
 	@cargo test --locked --workspace --exclude gateway-python --quiet
 
-test-python: build ## the worker, parity with transformers, and the whole system end to end
+$(VENV)/.node: tests/node/package-lock.json $(VENV)/.packages
+	@$(BIN)/python tests/node/install.py
+	@touch $@
+
+test-python: build $(VENV)/.node ## the worker, parity with transformers, and the whole system end to end
 	@OMP_NUM_THREADS=1 $(BIN)/pytest
 
 lint: build ## formatting, lints, types, dependencies, line budget, generated code, images

@@ -20,9 +20,18 @@ HEARTBEAT_S = 0.5
 class ScriptedWorker(pb_grpc.WorkerServiceServicer):
     """Answers every request with the same tokens, whatever it asks for."""
 
-    def __init__(self, identity: pb.Identity, token_ids: list[int]) -> None:
+    def __init__(
+        self,
+        identity: pb.Identity,
+        token_ids: list[int],
+        *,
+        tokens_per_message: int,
+        interval_s: float,
+    ) -> None:
         self.identity = identity
         self.token_ids = token_ids
+        self.tokens_per_message = tokens_per_message
+        self.interval_s = interval_s
         self.closed = threading.Event()
 
     def Watch(self, request: object, context: grpc.ServicerContext) -> Iterator[pb.WatchResponse]:
@@ -36,8 +45,10 @@ class ScriptedWorker(pb_grpc.WorkerServiceServicer):
     ) -> Iterator[pb.GenerateResponse]:
         header = next(requests).header
         yield pb.GenerateResponse(started=pb.Started())
-        for begin in range(0, len(self.token_ids), TOKENS_PER_MESSAGE):
-            piece = self.token_ids[begin : begin + TOKENS_PER_MESSAGE]
+        for begin in range(0, len(self.token_ids), self.tokens_per_message):
+            piece = self.token_ids[begin : begin + self.tokens_per_message]
+            if self.interval_s:
+                self.closed.wait(self.interval_s)
             yield pb.GenerateResponse(tokens=pb.Tokens(token_ids=piece))
         usage = pb.Usage(
             prompt_tokens=len(header.prompt_token_ids), completion_tokens=len(self.token_ids)
@@ -46,14 +57,29 @@ class ScriptedWorker(pb_grpc.WorkerServiceServicer):
 
 
 @contextlib.contextmanager
-def scripted_worker(like: Server, token_ids: list[int]) -> Iterator[str]:
-    """Serves the script under the identity of a real worker; gives its URL."""
+def scripted_worker(
+    like: Server,
+    token_ids: list[int],
+    *,
+    tokens_per_message: int = TOKENS_PER_MESSAGE,
+    interval_s: float = 0.0,
+) -> Iterator[str]:
+    """Serves the script under the identity of a real worker; gives its URL.
+
+    Args:
+        like: the worker whose identity is taken.
+        token_ids: what every answer says.
+        tokens_per_message: tokens that come together.
+        interval_s: pause before each message.
+    """
     with grpc.insecure_channel(like.address) as channel:
         watch = pb_grpc.WorkerServiceStub(channel).Watch(pb.WatchRequest(heartbeat_ms=1000))
         identity = next(iter(watch)).identity
         watch.cancel()
     identity.worker_id = "scripted"
-    service = ScriptedWorker(identity, token_ids)
+    service = ScriptedWorker(
+        identity, token_ids, tokens_per_message=tokens_per_message, interval_s=interval_s
+    )
     server = grpc.server(ThreadPoolExecutor(8))
     pb_grpc.add_WorkerServiceServicer_to_server(service, server)
     port = server.add_insecure_port("127.0.0.1:0")
