@@ -69,8 +69,13 @@ def test_replayed_steps_equal_plain_ones(dtype: torch.dtype) -> None:
 
 def assembly(**changes: object) -> Assembly:
     settings = WorkerConfig(
-        model_path=str(TINY), device="cuda", num_pages=64, max_sequences=8, **changes
-    )  # type: ignore[arg-type]
+        model_path=str(TINY),
+        device="cuda",
+        num_pages=64,
+        max_sequences=8,
+        first_steps_s=0.0,
+        **changes,  # type: ignore[arg-type]
+    )
     around = Surroundings(MediaLedger(1 << 20), WorkerMetrics(), lambda done, total: None)
     return assemble(settings, M3Config.from_dir(TINY), choose_hardware(settings), around)
 
@@ -142,6 +147,8 @@ def test_tokens_do_not_depend_on_overlap_and_recordings() -> None:
             dtype="float32",
             step_overlap=overlap,
             decode_graph_bytes=graph_bytes,
+            # every size that is met is compiled anyway
+            first_steps_s=0.0,
         )
         assert serve_around(settings, scenario) == 0
     assert told[1] == told[0], "steps queued ahead"

@@ -98,7 +98,7 @@ def portable(kernels: Kernels) -> Kernels:
 
 def decoded_linear(x: Tensor, weight: Mxfp8Weight) -> Tensor:
     """See `interface.LinearMxfp8`; the weight is decoded to the input's dtype for every call."""
-    return functional.linear(x, mxfp8.decode(weight, x.dtype))
+    return functional.linear(x, _plain(weight, x.dtype))
 
 
 def grouped_experts(
@@ -140,7 +140,14 @@ def _swiglu(both: Tensor, alpha: float, limit: float) -> Tensor:
 
 
 def _plain(weight: Weight, dtype: torch.dtype) -> Tensor:
-    return weight if isinstance(weight, Tensor) else mxfp8.decode(weight, dtype)
+    if isinstance(weight, Tensor):
+        return weight
+    if weight.elements.device.type == "cpu" or dtype != torch.bfloat16:
+        return mxfp8.decode(weight, dtype)
+    # Triton is there only where these arms can run
+    from m3stack.bench.agentic.decoded_with_triton import decode
+
+    return decode(weight)
 
 
 ARMS = {

@@ -22,7 +22,7 @@ class FullCacheShape:
 
     trace: TraceShape
     held: int = 16
-    concurrencies: tuple[int, ...] = (8, 16, 32)
+    concurrencies: tuple[int, ...] = (16, 32)
     host_slots: int = 2048
     max_batch_tokens: int = 8192
     max_mixed_tokens: int = 2048
@@ -61,7 +61,7 @@ def measure(model: M3Model, shape: FullCacheShape) -> list[FullCacheRow]:
     vocab_size = model.config.vocab_size - 64
     with running_engine(model, sizes) as running:
         replay = Replay(running.engine, running.mailbox, shared_prefix(trace, vocab_size))
-        replay.warm(min(most, shape.held), (64, growing))
+        replay.warm(most, (64,))
         before = running.preemptions
         for concurrency in shape.concurrencies:
             got = replay.measure("full", conversations(trace, concurrency, vocab_size))

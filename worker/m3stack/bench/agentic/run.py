@@ -27,8 +27,9 @@ from m3stack.bench.agentic.models import Models, truncated, without_dense_layers
 from m3stack.bench.agentic.replay import Replay, ReplayError
 from m3stack.bench.agentic.report import write_report
 from m3stack.bench.agentic.trace import TraceShape, conversations, shared_prefix
-from m3stack.bench.agentic.worker import GRAPH_BYTES, Sizes, running_engine
+from m3stack.bench.agentic.worker import GRAPH_BYTES, Sizes, page_shape, running_engine
 from m3stack.checkpoints import builtin_checkpoint
+from m3stack.first_steps import run_first_steps, sizes
 from m3stack.kernels.build import KernelUnavailableError
 from m3stack.memory_plan import released_model_config
 from m3stack.models.minimax_m3.config import M3Config
@@ -36,6 +37,7 @@ from m3stack.models.minimax_m3.config import M3Config
 CONCURRENCIES = (1, 2, 4, 8, 16, 32, 64)
 SPARSE_LAYERS = 4
 SLOWDOWN = 1.8
+LONGEST_TOKENS, LONGEST_TRACE_TOKENS = 1_048_576, 81_920
 TOY = TraceShape(shared=300, new=(10, 40), output=(4, 10), turns=2)
 TOY_BESIDE = beside.BesideShape(
     decoding=2,
@@ -79,6 +81,16 @@ class Bench:
         )
         self.models = Models(config, arguments.kernels, device)
         self.document = Document()
+
+    def compile(self, arm_name: str, *, context_tokens: int) -> None:
+        """Runs steps of all sizes of an arm, for what is compiled at first use."""
+        model = self.models.get(ARMS[arm_name])
+        most = max([*self.arguments.concurrency, 64])
+        wanted = sizes(max_tokens=8192, max_sequences=most, context_tokens=context_tokens)
+        shape = page_shape(model.config, model.embedding.dtype)
+        began_at = time.monotonic()
+        count = run_first_steps(model, shape, list(wanted))
+        say(f"{arm_name:16} {count} sizes of steps run in {time.monotonic() - began_at:.1f} s")
 
     def trace(self, arm_name: str, concurrencies: Sequence[int]) -> None:
         """Rows of one arm."""
@@ -204,22 +216,28 @@ def main(argv: Sequence[str]) -> int:
         # a model this small only loses time by sharing its operations between threads
         torch.set_num_threads(1)
     able = [name for name, arm in ARMS.items() if device.type == "cuda" or not arm.needs_cuda]
-    unable = sorted(name for name in arguments.arms or able if name.partition(":")[0] not in able)
+    named = [name.partition(":")[0] for name in (*(arguments.arms or able), *arguments.parts)]
+    unable = sorted(name for name in named if name in ARMS and name not in able)
+    unable += sorted(set(named) - {"trace", *ARMS, *PARTS})
     if unable:
         print(
-            f"m3stack bench agentic: no arm {', '.join(unable)} here; there are {', '.join(able)}"
+            f"m3stack bench agentic: no {', '.join(unable)} here; there are the arms "
+            f"{', '.join(able)} and the parts trace, {', '.join(PARTS)}"
         )
-        return 2
-    unknown = sorted(set(arguments.parts) - {"trace", *PARTS})
-    if unknown:
-        print(f"m3stack bench agentic: no part {', '.join(unknown)}; there are trace, "
-              f"{', '.join(PARTS)}")  # fmt: skip
         return 2
     bench = Bench(arguments, device)
     jobs: list[tuple[str, Callable[[], None]]] = []
+    if device.type == "cuda":
+        for name in dict.fromkeys(name for name in named if name in ARMS):
+            # the parts' long prompts run in the whole arm alone
+            context = LONGEST_TOKENS if name == "full" else LONGEST_TRACE_TOKENS
+            if not ARMS[name].keeps_mxfp8:
+                jobs.append((f"compile {name}", _compile_job(bench, name, context)))
     for part in arguments.parts:
         if part == "trace":
             jobs += [(name, _arm_job(bench, name)) for name in arguments.arms or able]
+        elif part.partition(":")[0] in ARMS:
+            jobs.append((part, _arm_job(bench, part)))
         else:
             jobs.append((part, _part_job(bench, part)))
     is_good = True
@@ -238,6 +256,10 @@ def _arm_job(bench: Bench, name: str) -> Callable[[], None]:
     arm, _, given = name.partition(":")
     own = [int(number) for number in given.split(",")] if given else bench.arguments.concurrency
     return lambda: bench.trace(arm, own)
+
+
+def _compile_job(bench: Bench, name: str, context_tokens: int) -> Callable[[], None]:
+    return lambda: bench.compile(name, context_tokens=context_tokens)
 
 
 def _part_job(bench: Bench, name: str) -> Callable[[], None]:
@@ -268,7 +290,7 @@ def _parser() -> argparse.ArgumentParser:
         nargs="+",
         default=["trace"],
         metavar="PART",
-        help=f"what to measure, in this order: trace, {', '.join(PARTS)}",
+        help=f"what to measure, in this order: trace, an ARM of it, {', '.join(PARTS)}",
     )
     parser.add_argument(
         "--arms",

@@ -26,7 +26,7 @@ class TierShape:
 
     requests: int = 8
     context: int = 65_536
-    hot_shares: tuple[float, ...] = (1.0, 0.99, 0.97)
+    hot_shares: tuple[float, ...] = (1.0, 0.97)
     settling: int = 300
     tokens: int = 200
     max_batch_tokens: int = 8192
