@@ -121,7 +121,7 @@ def test_the_written_index_copy_makes_the_choice_of_one_stage():
     written = (~torch.isnan(index_k[..., 0].float())).flatten().nonzero()[:, 0]
     write_index_copy(index_k, written, copy)
     plain = copy_index_keys(index_k.view(-1, 128)[written])[1] & ~0xFFFF
-    made = copy.meta_PB.view(-1)[written] & ~0xFFFF
+    made = copy.meta_PB.flatten()[written] & ~0xFFFF
     bounds = [meta.view(torch.float32) for meta in (made, plain)]
     torch.testing.assert_close(bounds[0], bounds[1], rtol=0.02, atol=0.0)
     decode = CudaDecode(DecodeLibrary())
