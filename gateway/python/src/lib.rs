@@ -11,6 +11,7 @@ use pyo3::prelude::*;
 mod _gateway {
     use std::path::PathBuf;
 
+    use bytes::Bytes;
     use gateway_core::model::SizeControls;
     use gateway_media::{ImageSize, Patches};
     use gateway_server::error::GatewayError;
@@ -65,8 +66,8 @@ mod _gateway {
             body: &[u8],
         ) -> PyResult<(Bound<'py, PyBytes>, Vec<Bound<'py, PyBytes>>)> {
             let prepared = py.detach(|| self.inner.chat(body)).map_err(refused)?;
-            let patches = prepared.patches.iter().map(|rows| PyBytes::new(py, rows)).collect();
-            Ok((PyBytes::new(py, &prepared.header), patches))
+            let patches = prepared.patches.iter().map(|pieces| joined(py, pieces));
+            Ok((PyBytes::new(py, &prepared.header), patches.collect::<PyResult<_>>()?))
         }
 
         /// Ids of a text, control tokens in it meant as such.
@@ -105,6 +106,19 @@ mod _gateway {
             let patches = py.detach(|| self.inner.frames(frames, size)).map_err(refused)?;
             Ok(rows(py, &patches))
         }
+    }
+
+    /// One value of all the pieces.
+    fn joined<'py>(py: Python<'py>, pieces: &[Bytes]) -> PyResult<Bound<'py, PyBytes>> {
+        let length = pieces.iter().map(Bytes::len).sum();
+        PyBytes::new_with(py, length, |mut rest| {
+            for piece in pieces {
+                let (place, after) = rest.split_at_mut(piece.len());
+                place.copy_from_slice(piece);
+                rest = after;
+            }
+            Ok(())
+        })
     }
 
     fn rows<'py>(py: Python<'py>, patches: &Patches) -> PatchRows<'py> {

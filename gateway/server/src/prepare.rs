@@ -5,11 +5,13 @@ use std::ffi::OsString;
 use std::path::Path;
 use std::sync::Arc;
 
+use bytes::Bytes;
 use gateway_core::conversation::check_chat;
 use gateway_core::model::SizeControls;
 use gateway_core::openai::RequestBody;
-use gateway_media::decode::{DecodeLimits, decode_image, read_header};
-use gateway_media::patchify::{patchify_clip, patchify_resized};
+use gateway_media::decode::{DecodeLimits, read_header};
+use gateway_media::patchify::patchify_clip;
+use gateway_media::picture::{PictureJob, picture_patches};
 use gateway_media::resize::Resizer;
 use gateway_media::{ClipInfo, ImageSize, MediaError, Patches, RgbFrame};
 use rand::RngCore;
@@ -37,8 +39,8 @@ pub enum PrepareError {
 pub struct Prepared {
     /// Serialized `m3stack.worker.v1.GenerateHeader`, without a request id.
     pub header: Vec<u8>,
-    /// Patch bytes of each media item, in the header's order.
-    pub patches: Vec<Vec<u8>>,
+    /// Patch bytes of each media item in pieces, in the header's order.
+    pub patches: Vec<Vec<Bytes>>,
 }
 
 /// Prepares requests for one checkpoint, with the gateway's own settings from the environment.
@@ -118,9 +120,11 @@ impl Preparer {
         let spec = &*self.app.model.spec;
         let size = read_header(bytes).map_err(refusal)?.size;
         let plan = spec.plan_image(size, controls)?;
-        let frame = decode_image(bytes, &DecodeLimits::default()).map_err(refusal)?;
-        let resizer = Resizer::new(frame.size, plan.target);
-        Ok(patchify_resized(&frame, &resizer, spec.patch_layout()))
+        let (limits, resizer) = (&DecodeLimits::default(), &Resizer::new(size, plan.target));
+        let (layout, is_wanted) = (spec.patch_layout(), || true);
+        let job = PictureJob { limits, resizer, layout, is_wanted };
+        let patches = picture_patches(bytes, job).map_err(refusal)?;
+        patches.ok_or_else(|| GatewayError::internal("a picture was given up, which nobody asked"))
     }
 
     /// Patch rows of frames that were chosen already, all of them, in order.

@@ -410,10 +410,26 @@ async fn what_was_seen_a_turn_ago_is_neither_probed_nor_decoded_again() {
     let seen = worker.seen();
     assert!(seen[0].patches == seen[1].patches);
     let page = gateway.get("/metrics").await.text;
-    for cache in ["facts", "patches"] {
-        let hits = format!("lookups_total{{cache=\"{cache}\",outcome=\"hit\"}} 2");
+    // of each item what its text holds, and what that is
+    for (cache, hits) in [("facts", 4), ("patches", 2)] {
+        let hits = format!("lookups_total{{cache=\"{cache}\",outcome=\"hit\"}} {hits}");
         assert!(page.contains(&hits), "{hits} in {page}");
     }
+}
+
+#[tokio::test]
+async fn facts_without_patches_make_the_same_bytes_again() {
+    // room for facts, not for a picture: the text is known, and what it holds is needed after all
+    let (worker, gateway) = setup(&["--set", "media_cache_bytes=65536"]).await;
+    let parts = [picture(&data_url("img_progressive.jpg")), video(&data_url("vid_two_frames.mp4"))];
+    for _ in 0..2 {
+        assert_eq!(ask(&gateway, &parts).await.status, 200);
+    }
+    let seen = worker.seen();
+    assert!(seen[0].patches == seen[1].patches && seen[0].patches.len() == 2);
+    let page = gateway.get("/metrics").await.text;
+    assert!(page.contains("lookups_total{cache=\"facts\",outcome=\"hit\"} 4"), "{page}");
+    assert!(page.contains("lookups_total{cache=\"patches\",outcome=\"hit\"} 0"), "{page}");
 }
 
 #[tokio::test]

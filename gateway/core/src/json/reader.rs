@@ -143,8 +143,7 @@ impl<'a> Reader<'a> {
         let mut out = String::new();
         loop {
             let rest = &self.text.as_bytes()[self.position..];
-            let plain = rest.iter().position(|&byte| byte == b'"' || byte == b'\\' || byte < 0x20);
-            let Some(plain) = plain else {
+            let Some(plain) = plain_length(rest) else {
                 self.position = self.text.len();
                 return Err(self.error("unterminated string"));
             };
@@ -237,4 +236,14 @@ pub(super) fn error_at(bytes: &[u8], position: usize, message: impl Into<String>
         line: before.iter().filter(|&&byte| byte == b'\n').count() + 1,
         column: String::from_utf8_lossy(&before[line_start..]).chars().count() + 1,
     }
+}
+
+/// Bytes before the first that ends or interrupts a string; strings may be megabytes of base64, so
+/// that blocks without any such byte are passed over together.
+fn plain_length(text: &[u8]) -> Option<usize> {
+    let is_special = |byte: u8| (byte == b'"') | (byte == b'\\') | (byte < 0x20);
+    let block = |block: &&[u8; 32]| !block.iter().fold(false, |any, &byte| any | is_special(byte));
+    let passed = text.as_chunks::<32>().0.iter().take_while(block).count() * 32;
+    let rest = text[passed..].iter().position(|&byte| is_special(byte))?;
+    Some(passed + rest)
 }

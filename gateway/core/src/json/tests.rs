@@ -141,3 +141,16 @@ fn integers_are_told_from_fractions_by_value() {
         assert_eq!(Number::from_literal(text), None, "{text:?}");
     }
 }
+
+#[test]
+fn a_string_of_any_length_ends_at_its_quote_and_nowhere_else() {
+    for length in 0..100 {
+        let plain = "é~".repeat(length / 2) + &"x".repeat(length % 2);
+        let text = format!("[\"{plain}\\n{plain}\",\"{plain}\"]");
+        let theirs: serde_json::Value = serde_json::from_str(&text).unwrap();
+        assert!(equal(&parse(&text), &theirs), "{length}");
+        for bad in [format!("\"{plain}"), format!("\"{plain}\u{1f}\"")] {
+            assert!(Json::parse(bad.as_bytes()).is_err(), "{length}");
+        }
+    }
+}

@@ -8,6 +8,7 @@ mod fetch;
 mod fetch_cache;
 pub mod ffmpeg;
 mod limits;
+mod resizers;
 mod send;
 mod source;
 mod work;
@@ -28,6 +29,7 @@ use address::AddressPolicy;
 use cache::ByteCache;
 use fetch::Fetcher;
 use ffmpeg::{Ffmpeg, FfmpegLimits};
+use resizers::Resizers;
 use send::{Patches, Turns};
 use source::{Content, Facts, FactsKey, Source};
 use work::{Share, WorkRooms};
@@ -53,6 +55,7 @@ pub struct MediaLoader {
     facts: ByteCache<FactsKey, Facts>,
     patches: ByteCache<MediaHash, Patches>,
     turns: Turns,
+    resizers: Resizers,
     max_bytes: u64,
     timeout: Duration,
     limits: MediaLimits,
@@ -116,6 +119,7 @@ impl MediaLoader {
             facts: ByteCache::new(CacheClass::Facts, facts, Arc::clone(&metrics)),
             patches: ByteCache::new(CacheClass::Patches, patches, Arc::clone(&metrics)),
             turns: Turns::default(),
+            resizers: Resizers::default(),
             max_bytes: config.max_bytes,
             timeout: config.timeout,
             limits: config.limits,

@@ -5,14 +5,15 @@ use std::sync::{Arc, Mutex, PoisonError, Weak};
 use std::time::Instant;
 
 use bytes::Bytes;
-use gateway_media::decode::{DecodeLimits, ImageHeader, decode_image};
-use gateway_media::patchify::{TemporalPatch, patchify_resized};
-use gateway_media::resize::Resizer;
+use gateway_media::decode::{DecodeLimits, ImageHeader};
+use gateway_media::hash::sha256;
+use gateway_media::patchify::TemporalPatch;
+use gateway_media::picture::{PictureJob, picture_patches};
 use gateway_media::{MediaError, MediaHash, PatchLayout};
 use tokio::sync::OwnedMutexGuard;
 
 use super::ffmpeg::{ClipProbe, MemoryFile};
-use super::source::{ClipData, Content, Source, memory_failure};
+use super::source::{ClipData, Content, Data, Source, memory_failure};
 use super::work::Left;
 use super::{MediaLoader, PlannedMedia, class, media_refusal};
 use crate::error::GatewayError;
@@ -23,11 +24,27 @@ const FRAMES_IN_MEMORY: u64 = 4;
 /// Bytes of a decoded pixel.
 const CHANNELS: u64 = 3;
 
-/// Patch rows of one item: one piece a still, one a temporal patch of a clip.
-pub(super) type Patches = Arc<[Bytes]>;
+/// Patch rows of one item.
+#[derive(Clone, Debug)]
+pub(super) struct Patches {
+    /// One piece a still, one a temporal patch of a clip.
+    pieces: Arc<[Bytes]>,
+    /// Of all of them; it goes to the worker with the last.
+    sha256: [u8; 32],
+}
 
-pub(super) fn patches_bytes(patches: &Patches) -> u64 {
-    patches.iter().map(|piece| piece.len() as u64).sum()
+impl Patches {
+    fn bytes(&self) -> u64 {
+        self.pieces.iter().map(|piece| piece.len() as u64).sum()
+    }
+
+    async fn push(&self, upload: ItemUpload) -> Result<ItemUpload, GatewayError> {
+        let mut upload = upload.with_sha256(self.sha256);
+        for piece in self.pieces.iter() {
+            upload.push(piece.clone()).await?;
+        }
+        Ok(upload)
+    }
 }
 
 /// Who decodes a clip that others want too, so that they can take it from the cache.
@@ -60,18 +77,18 @@ impl MediaLoader {
         &self,
         item: &PlannedMedia,
         layout: PatchLayout,
-        mut upload: ItemUpload,
+        upload: ItemUpload,
     ) -> Result<(), GatewayError> {
         let begin = Instant::now();
         let sent = match &item.source.content {
-            Content::Still { bytes, header } => {
-                self.send_still(item, (bytes, header), layout, &mut upload).await
+            Content::Still { data, header } => {
+                self.send_still(item, (data, header), layout, upload).await
             }
             Content::Clip { data, probe } => {
-                self.send_clip(item, (data, probe), layout, &mut upload).await
+                self.send_clip(item, (data, probe), layout, upload).await
             }
         };
-        sent.map_err(|error| error.at(&item.param))?;
+        let upload = sent.map_err(|error| error.at(&item.param))?;
         self.metrics.media_sent(class(item.plan.kind), upload.sent_bytes(), begin.elapsed());
         upload.finish()
     }
@@ -79,40 +96,41 @@ impl MediaLoader {
     async fn send_still(
         &self,
         item: &PlannedMedia,
-        (bytes, header): (&Bytes, &ImageHeader),
+        (data, header): (&Data, &ImageHeader),
         layout: PatchLayout,
-        upload: &mut ItemUpload,
-    ) -> Result<(), GatewayError> {
-        let make = || self.make_still(item, bytes, header, layout);
-        let cached = || self.patches.get_or_make(item.hash, patches_bytes, make);
+        upload: ItemUpload,
+    ) -> Result<ItemUpload, GatewayError> {
+        let make = || self.make_still(item, data, header, layout);
+        let cached = || self.patches.get_or_make(item.hash, Patches::bytes, make);
         let patches = match &item.twin {
             // another item of this request is the same: made once even if nothing is cached
             Some(twin) => twin.get_or_try_init(cached).await?.clone(),
             None => cached().await?,
         };
-        push_all(&patches, upload).await
+        patches.push(upload).await
     }
 
     async fn make_still(
         &self,
         item: &PlannedMedia,
-        bytes: &Bytes,
+        data: &Data,
         header: &ImageHeader,
         layout: PatchLayout,
     ) -> Result<Patches, GatewayError> {
         let _memory = self.rooms.memory(&item.share, Source::still_memory(header)).await;
-        let (bytes, target) = (bytes.clone(), item.plan.target);
+        let bytes = self.bytes(data, &item.share).await?;
+        let resizer = self.resizers.get(header.size, item.plan.target);
         let limits = DecodeLimits { max_pixels: self.limits.max_image_pixels };
         let cost = header.size.pixels();
         let work = self.rooms.run(&item.share, cost, move |watch| {
-            let frame = decode_image(&bytes, &limits)?;
-            if watch.check() == Err(Left) {
-                return Ok(Bytes::new());
-            }
-            let resizer = Resizer::new(frame.size, target);
-            Ok::<_, MediaError>(patchify_resized(&frame, &resizer, layout).bytes.into())
+            let (limits, resizer) = (&limits, &*resizer);
+            let is_wanted = || watch.check() != Err(Left);
+            let made = picture_patches(&bytes, PictureJob { limits, resizer, layout, is_wanted })?;
+            let rows = made.map(|patches| patches.bytes).unwrap_or_default();
+            let sha256 = sha256(&rows);
+            Ok::<_, MediaError>(Patches { pieces: Arc::from([Bytes::from(rows)]), sha256 })
         });
-        Ok(Arc::from([work.await?.map_err(media_refusal)?]))
+        work.await?.map_err(media_refusal)
     }
 
     async fn send_clip(
@@ -120,19 +138,19 @@ impl MediaLoader {
         item: &PlannedMedia,
         (data, probe): (&ClipData, &ClipProbe),
         layout: PatchLayout,
-        upload: &mut ItemUpload,
-    ) -> Result<(), GatewayError> {
+        mut upload: ItemUpload,
+    ) -> Result<ItemUpload, GatewayError> {
         let is_kept = self.patches.takes(item.patch_bytes(layout));
         let turn = if is_kept { Some(self.clip_turn(item.hash).await) } else { None };
         if is_kept && let Some(patches) = self.patches.get(&item.hash) {
             drop(turn);
-            return push_all(&patches, upload).await;
+            return patches.push(upload).await;
         }
         let made;
         let file = match data {
             ClipData::File(file) => file,
-            ClipData::Bytes(bytes) => {
-                let bytes = bytes.clone();
+            ClipData::Unread(data) => {
+                let bytes = self.bytes(data, &item.share).await?;
                 let length = bytes.len() as u64;
                 let copy = self.rooms.run(&item.share, length, move |_| MemoryFile::new(&bytes));
                 made = copy.await?.map_err(|error| memory_failure(&error))?;
@@ -140,11 +158,12 @@ impl MediaLoader {
             }
         };
         let mut kept = is_kept.then(Vec::new);
-        self.stream_clip(item, (file, probe), layout, (upload, &mut kept)).await?;
-        if let Some(kept) = kept {
-            self.patches.put(item.hash, kept.into(), item.patch_bytes(layout));
+        self.stream_clip(item, (file, probe), layout, (&mut upload, &mut kept)).await?;
+        if let Some((pieces, sha256)) = kept.zip(upload.sha256()) {
+            let patches = Patches { pieces: pieces.into(), sha256 };
+            self.patches.put(item.hash, patches, item.patch_bytes(layout));
         }
-        Ok(())
+        Ok(upload)
     }
 
     /// One after the other; a clip that hangs at a slow worker does not hold up others for ever.
@@ -163,7 +182,7 @@ impl MediaLoader {
         let pixels = probe.info.size.pixels();
         let memory = pixels.saturating_mul(CHANNELS * FRAMES_IN_MEMORY);
         let _memory = self.rooms.memory(&item.share, memory).await;
-        let resizer = Arc::new(Resizer::new(probe.info.size, item.plan.target));
+        let resizer = self.resizers.get(probe.info.size, item.plan.target);
         let processes = &item.share.processes;
         let mut stream = self.ffmpeg.frames(file, probe, &item.plan.frames, processes).await?;
         let (target, num_frames) = (item.plan.target, layout.temporal_patch_size);
@@ -198,11 +217,4 @@ impl MediaLoader {
     pub fn count_held(&self, item: &PlannedMedia) {
         self.metrics.media_held(class(item.plan.kind));
     }
-}
-
-async fn push_all(patches: &Patches, upload: &mut ItemUpload) -> Result<(), GatewayError> {
-    for piece in patches.iter() {
-        upload.push(piece.clone()).await?;
-    }
-    Ok(())
 }

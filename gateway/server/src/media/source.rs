@@ -16,6 +16,9 @@ use super::{MediaLoader, class, data_url, media_refusal};
 use crate::admission::{Admission, ByteLease};
 use crate::error::{ErrorKind, GatewayError};
 
+/// Longest text that is hashed on the spot: about 0.2 ms.
+const INLINE_BYTES: usize = 1 << 20;
+
 /// One item's bytes, held under the shared budget.
 #[derive(Debug)]
 pub(super) struct Source {
@@ -27,7 +30,7 @@ pub(super) struct Source {
 
 #[derive(Debug)]
 pub(super) enum Content {
-    Still { bytes: Bytes, header: ImageHeader },
+    Still { data: Data, header: ImageHeader },
     Clip { data: ClipData, probe: Arc<ClipProbe> },
 }
 
@@ -36,7 +39,16 @@ pub(super) enum ClipData {
     /// As FFmpeg reads it.
     File(MemoryFile),
     /// Nothing had to be read yet.
-    Bytes(Bytes),
+    Unread(Data),
+}
+
+/// An item's bytes, or what they can be made of: of an item seen before they may never be needed.
+#[derive(Clone, Debug)]
+pub(super) enum Data {
+    /// At hand.
+    Here(Bytes),
+    /// Still in the text of a `data:` URL.
+    Text(Arc<MediaRef>),
 }
 
 /// What is remembered of content seen before.
@@ -44,19 +56,30 @@ pub(super) enum ClipData {
 pub(super) enum Facts {
     Still(ImageHeader),
     Clip(Arc<ClipProbe>),
+    /// What the text of a `data:` URL holds.
+    Text {
+        sha256: [u8; 32],
+        len: u64,
+    },
 }
 
 impl Facts {
     pub(super) fn bytes(&self) -> u64 {
         match self {
-            Self::Still(_) => 128,
+            Self::Still(_) | Self::Text { .. } => 128,
             Self::Clip(probe) => 128 + probe.bytes(),
         }
     }
 }
 
-/// Content and what it was taken for: the same bytes can be a picture and a clip.
-pub(super) type FactsKey = ([u8; 32], MediaKind);
+/// What facts are about.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub(super) enum FactsKey {
+    /// SHA-256 of content and what it was taken for: the same bytes can be a picture and a clip.
+    Content([u8; 32], MediaKind),
+    /// BLAKE3 of the text of a `data:` URL.
+    Text([u8; 32]),
+}
 
 impl Source {
     /// Bytes of working memory that turning a still into a frame takes at most.
@@ -80,48 +103,101 @@ impl MediaLoader {
     ) -> Result<Source, GatewayError> {
         let begin = Instant::now();
         let mut lease = ByteLease::default();
-        let (bytes, sha256) = if data_url::is_data_url(&item.url) {
-            let max_bytes = self.max_bytes;
-            let length = (item.url.len() as u64 / 4 * 3).min(max_bytes);
+        let (data, sha256, len) = if data_url::is_data_url(&item.url) {
+            let length = (item.url.len() as u64 / 4 * 3).min(self.max_bytes);
             admission.grow(&mut lease, length)?;
-            let item = Arc::clone(item);
-            let decode = move |_: &_| {
-                let bytes = data_url::decode(&item.url, max_bytes)?;
-                let digest = sha256(&bytes);
-                Ok::<_, GatewayError>((Bytes::from(bytes), digest))
-            };
-            self.rooms.run(share, length, decode).await??
+            self.data_url(item, share).await?
         } else {
             let bytes = self.fetcher.fetch(&item.url, admission, &mut lease).await?;
             let hashed = bytes.clone();
             let length = bytes.len() as u64;
-            (bytes, self.rooms.run(share, length, move |_| sha256(&hashed)).await?)
+            let sha256 = self.rooms.run(share, length, move |_| sha256(&hashed)).await?;
+            (Data::Here(bytes), sha256, length)
         };
-        let len = bytes.len() as u64;
         self.metrics.media_fetched(class(item.kind), len, begin.elapsed());
         let content = match item.kind {
-            MediaKind::Image => self.still(bytes, sha256).await?,
-            MediaKind::Video => self.clip(bytes, sha256, share).await?,
+            MediaKind::Image => self.still(data, sha256, share).await?,
+            MediaKind::Video => self.clip(data, sha256, share).await?,
         };
         Ok(Source { sha256, content, len, _lease: lease })
     }
 
-    async fn still(&self, bytes: Bytes, sha256: [u8; 32]) -> Result<Content, GatewayError> {
-        let key = (sha256, MediaKind::Image);
-        let look = || async { read_header(&bytes).map(Facts::Still).map_err(media_refusal) };
+    /// What a `data:` URL holds; a text seen before is neither decoded nor hashed again.
+    async fn data_url(
+        &self,
+        item: &Arc<MediaRef>,
+        share: &Share,
+    ) -> Result<(Data, [u8; 32], u64), GatewayError> {
+        let length = item.url.len() as u64;
+        let name = if item.url.len() <= INLINE_BYTES {
+            blake3::hash(item.url.as_bytes())
+        } else {
+            let item = Arc::clone(item);
+            let hash = move |_: &_| blake3::hash(item.url.as_bytes());
+            self.rooms.run(share, length, hash).await?
+        };
+        let key = FactsKey::Text(name.into());
+        if let Some(Facts::Text { sha256, len }) = self.facts.get(&key) {
+            return Ok((Data::Text(Arc::clone(item)), sha256, len));
+        }
+        let (text, max_bytes) = (Arc::clone(item), self.max_bytes);
+        let decode = move |_: &_| {
+            let bytes = data_url::decode(&text.url, max_bytes)?;
+            let digest = sha256(&bytes);
+            Ok::<_, GatewayError>((Bytes::from(bytes), digest))
+        };
+        let (bytes, sha256) = self.rooms.run(share, length, decode).await??;
+        let len = bytes.len() as u64;
+        let facts = Facts::Text { sha256, len };
+        let size = facts.bytes();
+        self.facts.put(key, facts, size);
+        Ok((Data::Here(bytes), sha256, len))
+    }
+
+    /// An item's bytes, decoded now if they were not yet.
+    ///
+    /// # Errors
+    /// `Internal` if a thread died.
+    pub(super) async fn bytes(&self, data: &Data, share: &Share) -> Result<Bytes, GatewayError> {
+        match data {
+            Data::Here(bytes) => Ok(bytes.clone()),
+            Data::Text(item) => {
+                let (item, max_bytes) = (Arc::clone(item), self.max_bytes);
+                let length = item.url.len() as u64;
+                let decode = move |_: &_| data_url::decode(&item.url, max_bytes);
+                Ok(Bytes::from(self.rooms.run(share, length, decode).await??))
+            }
+        }
+    }
+
+    async fn still(
+        &self,
+        data: Data,
+        sha256: [u8; 32],
+        share: &Share,
+    ) -> Result<Content, GatewayError> {
+        let key = FactsKey::Content(sha256, MediaKind::Image);
+        let made = OnceLock::new();
+        let look = || async {
+            let bytes = self.bytes(&data, share).await?;
+            let header = read_header(&bytes).map(Facts::Still).map_err(media_refusal);
+            // whoever has decoded the text once need not do so again
+            let _ = made.set(bytes);
+            header
+        };
         let Facts::Still(header) = self.facts.get_or_make(key, Facts::bytes, look).await? else {
-            return Err(GatewayError::internal("a still's facts are those of a clip"));
+            return Err(GatewayError::internal("a still's facts are those of something else"));
         };
         let limit = self.limits.max_image_pixels;
         if header.size.pixels() > limit {
             return Err(media_refusal(MediaError::TooManyPixels { size: header.size, limit }));
         }
-        Ok(Content::Still { bytes, header })
+        Ok(Content::Still { data: made.into_inner().map_or(data, Data::Here), header })
     }
 
     async fn clip(
         &self,
-        bytes: Bytes,
+        data: Data,
         sha256: [u8; 32],
         share: &Share,
     ) -> Result<Content, GatewayError> {
@@ -133,18 +209,19 @@ impl MediaLoader {
         }
         let file = OnceLock::new();
         let look = || async {
+            let bytes = self.bytes(&data, share).await?;
             let made = file.get_or_init(|| MemoryFile::new(&bytes));
             let made = made.as_ref().map_err(memory_failure)?;
             let probe = self.ffmpeg.probe(made, &share.processes).await?;
             Ok::<_, GatewayError>(Facts::Clip(Arc::new(probe)))
         };
-        let key = (sha256, MediaKind::Video);
+        let key = FactsKey::Content(sha256, MediaKind::Video);
         let Facts::Clip(probe) = self.facts.get_or_make(key, Facts::bytes, look).await? else {
-            return Err(GatewayError::internal("a clip's facts are those of a still"));
+            return Err(GatewayError::internal("a clip's facts are those of something else"));
         };
         let data = match file.into_inner() {
             Some(Ok(file)) => ClipData::File(file),
-            _ => ClipData::Bytes(bytes),
+            _ => ClipData::Unread(data),
         };
         Ok(Content::Clip { data, probe })
     }

@@ -11,6 +11,8 @@ use crate::error::{ErrorKind, GatewayError};
 
 /// Largest piece the wire contract allows.
 pub const CHUNK_BYTES: usize = 2 * 1024 * 1024;
+/// Pieces from this size on go out as they are; smaller ones are put together first.
+const WHOLE_BYTES: usize = 256 * 1024;
 
 /// The open upload of one request. Sending waits while the worker is behind.
 #[derive(Clone, Debug)]
@@ -31,20 +33,20 @@ impl ChunkSender {
             total_bytes,
             sent_bytes: 0,
             waiting: BytesMut::new(),
-            hasher: Sha256::new(),
+            digest: Digesting::Running(Box::default()),
         }
     }
 }
 
 /// An upload that stays in this process: its sender, and what gathers the bytes of each item.
 /// The gathering ends when every sender is dropped.
-pub fn gather() -> (ChunkSender, impl Future<Output = BTreeMap<u32, Vec<u8>>> + Send) {
+pub fn gather() -> (ChunkSender, impl Future<Output = BTreeMap<u32, Vec<Bytes>>> + Send) {
     let (requests, mut received) = mpsc::channel::<proto::GenerateRequest>(1);
     let gathering = async move {
-        let mut items = BTreeMap::<u32, Vec<u8>>::new();
+        let mut items = BTreeMap::<u32, Vec<Bytes>>::new();
         while let Some(request) = received.recv().await {
             if let Some(proto::generate_request::Body::Chunk(chunk)) = request.body {
-                items.entry(chunk.item_index).or_default().extend_from_slice(&chunk.data);
+                items.entry(chunk.item_index).or_default().push(chunk.data);
             }
         }
         items
@@ -59,10 +61,31 @@ pub struct ItemUpload {
     total_bytes: u64,
     sent_bytes: u64,
     waiting: BytesMut,
-    hasher: Sha256,
+    digest: Digesting,
+}
+
+/// The hash of all patch bytes.
+enum Digesting {
+    /// Of those sent so far.
+    Running(Box<Sha256>),
+    /// Known before they are sent, or since the last was.
+    Done([u8; 32]),
 }
 
 impl ItemUpload {
+    /// Spares the hashing: the patches that will be pushed are known to have this hash.
+    pub fn with_sha256(self, sha256: [u8; 32]) -> Self {
+        Self { digest: Digesting::Done(sha256), ..self }
+    }
+
+    /// The hash of all patches, once it is known.
+    pub fn sha256(&self) -> Option<[u8; 32]> {
+        match &self.digest {
+            Digesting::Running(_) => None,
+            Digesting::Done(sha256) => Some(*sha256),
+        }
+    }
+
     /// Sends the next patch bytes, of any length.
     ///
     /// # Errors
@@ -78,8 +101,9 @@ impl ItemUpload {
             return Err(GatewayError::internal(message));
         }
         while !patches.is_empty() {
-            if self.waiting.is_empty() && patches.len() >= CHUNK_BYTES {
-                let piece = patches.split_to(CHUNK_BYTES);
+            let is_rest = self.sent_bytes + patches.len() as u64 == self.total_bytes;
+            if self.waiting.is_empty() && (patches.len() >= WHOLE_BYTES || is_rest) {
+                let piece = patches.split_to(patches.len().min(CHUNK_BYTES));
                 self.send(piece).await?;
                 continue;
             }
@@ -114,13 +138,18 @@ impl ItemUpload {
     }
 
     async fn send(&mut self, data: Bytes) -> Result<(), GatewayError> {
-        self.hasher.update(&data);
         let offset = self.sent_bytes;
         self.sent_bytes += data.len() as u64;
-        let patches_sha256 = if self.sent_bytes == self.total_bytes {
-            Bytes::copy_from_slice(&self.hasher.clone().finalize())
-        } else {
-            Bytes::new()
+        let is_last = self.sent_bytes == self.total_bytes;
+        if let Digesting::Running(hasher) = &mut self.digest {
+            hasher.update(&data);
+            if is_last {
+                self.digest = Digesting::Done(hasher.finalize_reset().into());
+            }
+        }
+        let patches_sha256 = match &self.digest {
+            Digesting::Done(sha256) if is_last => Bytes::copy_from_slice(sha256),
+            _ => Bytes::new(),
         };
         let chunk = proto::MediaChunk { item_index: self.item_index, offset, data, patches_sha256 };
         let body = proto::generate_request::Body::Chunk(chunk);
@@ -161,7 +190,10 @@ mod tests {
     async fn any_cutting_arrives_whole_in_order_and_hashed_on_the_last_piece() {
         let total = 2 * CHUNK_BYTES + 1234;
         let all: Vec<u8> = (0..total).map(|place| (place % 251) as u8).collect();
-        for pushes in [vec![total], vec![1, CHUNK_BYTES, CHUNK_BYTES + 1233], vec![total / 2; 2]] {
+        let small = [vec![1000; 4000], vec![total - 4_000_000]].concat();
+        for pushes in
+            [vec![total], vec![1, CHUNK_BYTES, CHUNK_BYTES + 1233], vec![total / 2; 2], small]
+        {
             let chunks = pieces(total, &pushes).await;
 
             let joined: Vec<u8> = chunks.iter().flat_map(|chunk| chunk.data.to_vec()).collect();
@@ -175,6 +207,29 @@ mod tests {
             let (last, earlier) = chunks.split_last().unwrap();
             assert_eq!(last.patches_sha256.as_ref(), Sha256::digest(&all).as_slice());
             assert!(earlier.iter().all(|chunk| chunk.patches_sha256.is_empty()));
+        }
+    }
+
+    #[tokio::test]
+    async fn a_known_hash_goes_out_as_it_is_and_pieces_are_not_copied() {
+        let (requests, mut received) = mpsc::channel(64);
+        let upload = ChunkSender::new(requests).item(0, 2 * WHOLE_BYTES as u64);
+        assert_eq!(upload.sha256(), None);
+        let mut upload = upload.with_sha256([7; 32]);
+        let pieces = [Bytes::from(vec![1; WHOLE_BYTES]), Bytes::from(vec![2; WHOLE_BYTES])];
+        for piece in &pieces {
+            upload.push(piece.clone()).await.unwrap();
+        }
+        upload.finish().unwrap();
+        for piece in &pieces {
+            let Some(proto::generate_request::Body::Chunk(chunk)) =
+                received.recv().await.and_then(|request| request.body)
+            else {
+                panic!("not a chunk");
+            };
+            assert_eq!(chunk.data.as_ptr(), piece.as_ptr());
+            let is_last = chunk.offset > 0;
+            assert_eq!(chunk.patches_sha256.as_ref(), if is_last { &[7; 32][..] } else { &[] });
         }
     }
 
