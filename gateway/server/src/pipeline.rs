@@ -301,8 +301,9 @@ fn header(app: &App, prompt: Prompt, media: &[PlannedMedia], wishes: Wishes) -> 
     let Wishes { mut generation, max_tokens, standing, demand } = wishes;
     generation.banned_token_ids.extend(demand.banned_token_ids);
     let spec = &app.model.spec;
-    let mut stop_token_ids = spec.stop_token_ids().to_vec();
-    stop_token_ids.extend(&generation.stop_token_ids);
+    // what the caller names itself ends the reply all the same
+    let own = if generation.ignore_eos { &[] } else { spec.stop_token_ids() };
+    let stop_token_ids = [own, &generation.stop_token_ids].concat();
     let items = media.iter().zip(prompt.spans).map(|(item, spans)| ItemHeader {
         hash: item.hash,
         plan: item.plan.clone(),

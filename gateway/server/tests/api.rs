@@ -68,6 +68,11 @@ async fn every_sampling_field_is_on_the_wire_and_the_room_is_filled() {
     assert!(sampling.frequency_penalty.is_some() && sampling.top_logprobs.is_some());
     assert_eq!(sampling.logprobs, Some(false));
     assert_eq!(header.fingerprint.as_ref(), support::model().spec.facts().fingerprint());
+
+    // only what the caller names ends a reply then
+    gateway.chat(json!({"ignore_eos": true, "stop_token_ids": [5]})).await;
+    let sampling = worker.seen()[1].header.sampling.clone().unwrap();
+    assert_eq!((sampling.ignore_eos, sampling.stop_token_ids), (Some(true), vec![5]));
 }
 
 #[tokio::test]

@@ -307,6 +307,10 @@ async fn errors_have_the_form_of_the_api() {
         assert_eq!(body["request_id"], reply.headers["request-id"].to_str().unwrap());
         assert_eq!(body.as_object().unwrap().len(), 3);
     }
+    // the clients send the conversation whole once they have read this
+    let kept = create(&gateway, json!({"thread": {"type": "create"}})).await.json();
+    let details = json!({"error_code": "thread_unsupported_request", "unsupported": ["thread"]});
+    assert_eq!(kept["error"]["details"], details);
     let wrong = gateway.get("/v1/messages").await;
     assert_eq!((wrong.status, &wrong.json()["type"]), (405, &json!("error")));
     gateway.assert_idle().await;

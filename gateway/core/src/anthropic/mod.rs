@@ -9,15 +9,15 @@ mod types;
 
 pub use events::{BlockFolder, MessageFolder, stop_reason};
 pub use types::{
-    Block, BlockDelta, ErrorBody, ErrorDetail, Event, Message, MessageEnd, StopReason, TokenCount,
-    Usage,
+    Block, BlockDelta, ErrorBody, ErrorDetail, ErrorDetails, Event, Message, MessageEnd,
+    StopReason, TokenCount, Usage,
 };
 
 use crate::constraint::{ResponseFormat, ToolChoice};
 use crate::conversation::fields::Fields;
 use crate::conversation::generation::read_messages;
 use crate::conversation::{Conversation, Limits, Standing, StreamWish};
-use crate::error::RequestError;
+use crate::error::{RequestError, RequestErrorKind};
 use crate::json::{Json, Object};
 use crate::model::ThinkingMode;
 use crate::openai::RequestBody;
@@ -86,8 +86,20 @@ fn conversation(body: &Fields, limits: &Limits) -> Result<Conversation, RequestE
     })
 }
 
+/// Code of a request that wants its conversation kept here. The official clients know it, and send
+/// the conversation whole from then on.
+pub const THREADS_UNSUPPORTED: &str = "thread_unsupported_request";
+
 /// What would change the reply and cannot be done here is refused, not ignored.
 fn refuse_unknown_powers(body: &Fields) -> Result<(), RequestError> {
+    if body.get("thread").is_some() {
+        return Err(RequestError::new(
+            RequestErrorKind::InvalidRequest,
+            THREADS_UNSUPPORTED,
+            "thread",
+            "thread is not supported: no conversations are kept here; send all messages",
+        ));
+    }
     for key in ["mcp_servers", "container"] {
         let is_empty = |value: &Json| value.as_array().is_some_and(<[Json]>::is_empty);
         if body.get(key).is_some_and(|value| !is_empty(value)) {

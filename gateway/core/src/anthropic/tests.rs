@@ -217,6 +217,7 @@ fn mistakes_name_their_place_in_the_clients_own_body() {
     assert_eq!(with(r#""stop_sequences":[1]"#), "stop_sequences[0]");
     assert_eq!(with(r#""thinking":{"type":"deep"}"#), "thinking.type");
     assert_eq!(with(r#""mcp_servers":[{}]"#), "mcp_servers");
+    assert_eq!(with(r#""thread":{"type":"create"}"#), "thread");
     assert_eq!(with(r#""tools":[{"type":"web_search_1","name":"w"}]"#), "tools[0].type");
     assert_eq!(with(r#""tools":[{"name":"w"}]"#), "tools[0].input_schema");
 }

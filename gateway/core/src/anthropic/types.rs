@@ -212,4 +212,16 @@ pub struct ErrorDetail {
     pub kind: &'static str,
     /// For people.
     pub message: String,
+    /// For programs, where they must do something about it.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub details: Option<ErrorDetails>,
+}
+
+/// What of a request is not supported.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize)]
+pub struct ErrorDetails {
+    /// Stable.
+    pub error_code: &'static str,
+    /// Names of fields.
+    pub unsupported: Vec<String>,
 }

@@ -6,8 +6,8 @@ use axum::extract::{Request, State};
 use axum::http::{HeaderName, HeaderValue};
 use axum::response::Response;
 use gateway_core::anthropic::{
-    BlockFolder, ErrorBody, ErrorDetail, Event, Message, MessageEnd, MessageFolder, MessagesTask,
-    TokenCount, check_count, check_messages, stop_reason,
+    BlockFolder, ErrorBody, ErrorDetail, ErrorDetails, Event, Message, MessageEnd, MessageFolder,
+    MessagesTask, THREADS_UNSUPPORTED, TokenCount, check_count, check_messages, stop_reason,
 };
 
 use super::sse::{self, Frames, Wording};
@@ -98,7 +98,11 @@ fn body(error: &GatewayError, request_id: &str) -> ErrorBody {
         }
         _ => error.message.clone(),
     };
-    let error = ErrorDetail { kind, message };
+    let details = (error.code == THREADS_UNSUPPORTED).then(|| ErrorDetails {
+        error_code: error.code,
+        unsupported: error.param.iter().cloned().collect(),
+    });
+    let error = ErrorDetail { kind, message, details };
     ErrorBody { kind: "error", error, request_id: request_id.to_owned() }
 }
 
