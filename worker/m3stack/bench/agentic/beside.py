@@ -34,7 +34,7 @@ class BesideShape:
     decoding: int = 64
     decoding_context: int = 4096
     befores: tuple[int, ...] = (0, 491_520, 983_040)
-    stretch: int = 65_408
+    stretch: int = 32_640
     slowdown: float = 1.8
     max_mixed_tokens: int = 2048
     max_batch_tokens: int = 8192

@@ -170,14 +170,13 @@ class Replay:
         crowd = Crowd(self._engine, self._mailbox, first_handle=1 << 40)
         crowd.wait_ended(crowd.submit(self._shared, 2))
         for number, reach in enumerate(reaches):
+            ends = [WARM_STEPS * min(n, 8) + 2 * max(0, n - 8) for n in range(concurrency + 1)]
             asked = [
-                crowd.submit(
-                    (*self._shared, *(number + i + place for i in range(20))), WARM_STEPS * place
-                )
-                for place in range(1, concurrency)
+                crowd.submit((*self._shared, *(number + n + i for i in range(20))), ends[n])
+                for n in range(1, concurrency)
             ]
             longest = (*self._shared, *(number + 7 * i % 251 for i in range(reach)))
-            asked.append(crowd.submit(longest, WARM_STEPS * concurrency + 8))
+            asked.append(crowd.submit(longest, ends[-1] + 8))
             crowd.wait_ended(*asked)
 
     def measure(self, arm: str, scripts: Sequence[Conversation]) -> Measured:

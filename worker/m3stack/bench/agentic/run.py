@@ -15,7 +15,7 @@ import logging
 import sys
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +37,8 @@ from m3stack.models.minimax_m3.config import M3Config
 CONCURRENCIES = (1, 2, 4, 8, 16, 32, 64)
 SPARSE_LAYERS = 4
 SLOWDOWN = 1.8
+# arms whose kernels no other arm has
+COMPILED = ("full", "portable", "dense")
 LONGEST_TOKENS, LONGEST_TRACE_TOKENS = 1_048_576, 81_920
 TOY = TraceShape(shared=300, new=(10, 40), output=(4, 10), turns=2)
 TOY_BESIDE = beside.BesideShape(
@@ -92,10 +94,10 @@ class Bench:
         count = run_first_steps(model, shape, list(wanted))
         say(f"{arm_name:16} {count} sizes of steps run in {time.monotonic() - began_at:.1f} s")
 
-    def trace(self, arm_name: str, concurrencies: Sequence[int]) -> None:
-        """Rows of one arm."""
+    def trace(self, arm_name: str, runs: Sequence[tuple[int, int]]) -> None:
+        """Rows of one arm, for pairs of concurrency and turns."""
         arm, shape, config = ARMS[arm_name], self.shape, self.models.config
-        most = max(concurrencies)
+        most = max(concurrency for concurrency, _ in runs)
         growing = shape.turns * (shape.new[1] + shape.output[1])
         pages = -(-shape.shared // config.block_tokens)
         own = -(-growing // config.block_tokens) + 2
@@ -117,8 +119,10 @@ class Bench:
         with running_engine(model, sizes) as running:
             replay = Replay(running.engine, running.mailbox, shared)
             replay.warm(most, (64, growing))
-            for concurrency in concurrencies:
-                scripts = conversations(shape, concurrency, config.vocab_size - 64)
+            for concurrency, turns in runs:
+                scripts = conversations(
+                    replace(shape, turns=turns), concurrency, config.vocab_size - 64
+                )
                 row = replay.measure(arm_name, scripts)
                 self.document.rows.append(asdict(row))
                 say(
@@ -231,7 +235,7 @@ def main(argv: Sequence[str]) -> int:
         for name in dict.fromkeys(name for name in named if name in ARMS):
             # the parts' long prompts run in the whole arm alone
             context = LONGEST_TOKENS if name == "full" else LONGEST_TRACE_TOKENS
-            if not ARMS[name].keeps_mxfp8:
+            if name in COMPILED:
                 jobs.append((f"compile {name}", _compile_job(bench, name, context)))
     for part in arguments.parts:
         if part == "trace":
@@ -254,8 +258,11 @@ def say(line: str) -> None:
 
 def _arm_job(bench: Bench, name: str) -> Callable[[], None]:
     arm, _, given = name.partition(":")
-    own = [int(number) for number in given.split(",")] if given else bench.arguments.concurrency
-    return lambda: bench.trace(arm, own)
+    runs = [(concurrency, bench.shape.turns) for concurrency in bench.arguments.concurrency]
+    if given:
+        pairs = [part.partition("x") for part in given.split(",")]
+        runs = [(int(count), int(turns or bench.shape.turns)) for count, _, turns in pairs]
+    return lambda: bench.trace(arm, runs)
 
 
 def _compile_job(bench: Bench, name: str, context_tokens: int) -> Callable[[], None]:
@@ -297,7 +304,7 @@ def _parser() -> argparse.ArgumentParser:
         nargs="+",
         default=None,
         metavar="ARM",
-        help="of the trace; ARM:8,32 has concurrencies of its own",
+        help="of the trace; ARM:8,32x1 has concurrencies of its own, the latter with one turn",
     )
     parser.add_argument("--concurrency", nargs="+", type=int, default=list(CONCURRENCIES))
     parser.add_argument("--shared-tokens", type=int, default=None, help="of the shared beginning")
