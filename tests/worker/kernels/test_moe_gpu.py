@@ -10,7 +10,7 @@ pytest.importorskip("triton")
 
 from m3stack.kernels.interface import Mxfp8Weight, SharedExpert, Weight
 from m3stack.kernels.moe import reference
-from m3stack.kernels.moe.with_cuda import CudaExperts
+from m3stack.kernels.moe.with_cuda import CudaExperts, Path
 from m3stack.kernels.quantised import mxfp8
 from m3stack.kernels.quantised.reference import linear_mxfp8 as reference_linear
 
@@ -21,8 +21,13 @@ ALPHA, LIMIT = 1.702, 7.0
 EXPERTS, WIDTH, INNER = 8, 512, 384
 # hidden values, results and their sum are rounded to bf16, a relative 2^-9 / sqrt(3) each
 CLOSE = 4e-3
-# both sides of every change of kernel or block size
-TOKENS = (1, 2, 5, 6, 7, 8, 9, 17, 18, 19, 39, 40, 41, 64, 130, 300, 700, 2100)
+# both sides of every change of block size and of what computes a layer
+TOKENS = {
+    Path.FEW: (1, 2, 5, 6, 7, 8, 9, 17, 18, 40, 64),
+    Path.SOME: (1, 5, 8, 16, 17, 40, 64, 65, 130, 300),
+    Path.MANY: (1, 16, 17, 64, 130, 300, 520, 700, 2100),
+    None: (1, 4, 5, 86, 129, 2100),
+}
 
 
 @pytest.fixture(scope="module")
@@ -54,20 +59,24 @@ def error(actual: Tensor, expected: Tensor) -> float:
     return float((actual.double() - expected.double()).norm() / expected.double().norm())
 
 
+@pytest.mark.parametrize("path", TOKENS)
 @pytest.mark.parametrize("name", ["even", "one expert", "some dropped"])
 @pytest.mark.parametrize("has_shared", [True, False])
 @pytest.mark.parametrize("form", ["bf16", "mxfp8"])
 def test_experts_are_the_reference_s_for_any_number_of_tokens(
-    kernels: CudaExperts, form: str, has_shared: bool, name: str
+    form: str, has_shared: bool, name: str, path: Path | None
 ) -> None:
+    kernels = CudaExperts(DEVICE, path=path)
     gate_up, down, *own = matrices(form)
     shared = SharedExpert(*own) if has_shared else None
-    for tokens in TOKENS:
+    for tokens in TOKENS[path]:
         torch.manual_seed(tokens)
         # a slice of wider rows, and tokens so large that the clamp acts
         x = 2 * torch.randn(tokens, WIDTH + 64, device=DEVICE).bfloat16()[:, :WIDTH]
         ids, weights = routing(name, tokens, 3)
         inputs = (x, gate_up, down, ids, weights, ALPHA, LIMIT)
+        # what is allocated next holds NaN
+        torch.full((1 << 23,), float("nan"), device=DEVICE)
         out = kernels.run_experts(*inputs, shared=shared, factor=2.0)
         expected = reference.run_experts(x.float(), *inputs[1:], shared=shared, factor=2.0)
         assert torch.isfinite(out).all(), tokens
@@ -108,9 +117,9 @@ def test_every_scale_and_element_is_decoded_exactly(kernels: CudaExperts) -> Non
 
 
 @pytest.mark.parametrize("experts", [8, 128, 200])
-def test_routing_of_few_tokens_is_the_reference_s(kernels: CudaExperts, experts: int) -> None:
+def test_routing_is_the_reference_s(kernels: CudaExperts, experts: int) -> None:
     torch.manual_seed(4)
-    for tokens in (1, 3, 8, 9):
+    for tokens in (1, 3, 8, 9, 130, 700):
         x = torch.randint(-2, 3, (tokens, WIDTH + 64), device=DEVICE).bfloat16()[:, :WIDTH]
         router = torch.randint(-2, 3, (experts, WIDTH), device=DEVICE).float() / 64
         bias = torch.randint(-2, 3, (experts,), device=DEVICE).float() / 4

@@ -17,7 +17,7 @@ pytest.importorskip("triton")
 
 from m3stack.kernels.interface import Mxfp8Weight, SharedExpert, Weight
 from m3stack.kernels.moe import reference, routing_with_triton
-from m3stack.kernels.moe.grouping_with_triton import group_pairs, most_blocks, sort_pairs
+from m3stack.kernels.moe.grouping_with_triton import group_pairs, most_blocks
 from m3stack.kernels.moe.with_triton import FEW, MANY, SOME, Tiles, TritonExperts, choose_tiles
 from m3stack.kernels.quantised import mxfp8
 from m3stack.kernels.quantised.reference import linear_mxfp8 as reference_linear
@@ -126,28 +126,6 @@ def test_every_pair_stands_in_one_block_of_its_expert(choices: list[list[int]], 
         expected = [pair for pair, chosen in enumerate(flat) if chosen == expert]
         assert joined == expected + [num_pairs] * (len(joined) - len(expected))
         assert len(own) == -(-len(expected) // rows)
-
-
-@settings(max_examples=8, deadline=None)
-@given(
-    st.lists(st.lists(st.integers(-1, 6), min_size=2, max_size=2), min_size=1, max_size=60),
-    st.sampled_from([1, 4, 16]),
-)
-def test_sorted_pairs_have_no_gaps_and_blocks_of_one_expert(
-    choices: list[list[int]], rows: int
-) -> None:
-    ids = torch.tensor(choices, dtype=torch.int32, device=DEVICE)
-    order, flat = sort_pairs(ids, 7, rows), ids.flatten().tolist()
-    chosen = sorted((expert, pair) for pair, expert in enumerate(flat) if expert >= 0)
-    padding = [0] * (len(flat) - len(chosen))
-    assert order.pairs.tolist() == [pair for _, pair in chosen] + padding
-    used = [expert for expert in order.experts.tolist() if expert >= 0]
-    assert order.experts.tolist() == used + [-1] * (order.max_blocks - len(used))
-    spans = list(zip(used, order.firsts.tolist(), order.counts.tolist(), strict=False))
-    covered = [(expert, first + i) for expert, first, count in spans for i in range(count)]
-    assert covered == [(expert, place) for place, (expert, _) in enumerate(chosen)]
-    assert all(1 <= count <= rows for _, _, count in spans)
-    assert len(used) == sum(-(-flat.count(expert) // rows) for expert in range(7))
 
 
 def test_pairs_beyond_one_load_are_grouped_too() -> None:

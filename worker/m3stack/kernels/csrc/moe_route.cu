@@ -2,9 +2,9 @@
 //
 // Sums are fp32 in an order of their own, the same on every run. NaN ranks above all numbers, +0 equals
 // -0, and of equal scores the lower expert comes first.
-#include <cstdint>
 #include <cuda_bf16.h>
-#include <cuda_runtime.h>
+
+#include "moe_choose.cuh"
 
 namespace m3 {
 
@@ -26,12 +26,6 @@ struct RouteArgs {
     int32_t width;
 };
 
-__device__ __forceinline__ int32_t ordered(float value) {
-    if (value != value) return 0x7fffffff;
-    const int32_t bits = __float_as_int(value == 0.0f ? 0.0f : value);
-    return bits < 0 ? bits ^ 0x7fffffff : bits;
-}
-
 template <typename T>
 __device__ __forceinline__ T warp_sum(T value) {
 #pragma unroll
@@ -39,51 +33,16 @@ __device__ __forceinline__ T warp_sum(T value) {
     return value;
 }
 
-// one warp: the best experts of a token, best first, and their shares
+// one warp: the best experts of a token
 __device__ __forceinline__ void choose(const RouteArgs& a, int token) {
-    constexpr int kEach = kMostExperts / 32;
-    const int lane = threadIdx.x % 32;
-    float score[kEach];
-    int32_t order[kEach];
+    float logits[kMostExperts / 32];
 #pragma unroll
-    for (int i = 0; i < kEach; ++i) {
-        const int expert = i * 32 + lane;
-        const bool exists = expert < a.num_experts;
+    for (int i = 0; i < kMostExperts / 32; ++i) {
+        const int expert = i * 32 + threadIdx.x % 32;
         // past L1, which other blocks' writes do not reach
-        const float logit = exists ? __ldcg(a.scores + token * a.num_experts + expert) : 0.0f;
-        score[i] = 1.0f / (1.0f + expf(-logit));
-        order[i] = exists ? ordered(score[i] + a.bias[expert]) : INT32_MIN;
+        logits[i] = expert < a.num_experts ? __ldcg(a.scores + token * a.num_experts + expert) : 0.0f;
     }
-    float total = 0.0f, mine = 0.0f;
-    int32_t my_expert = 0;
-    for (int rank = 0; rank < a.top_k; ++rank) {
-        int32_t best = INT32_MIN;
-        int place = kMostExperts;
-        float value = 0.0f;
-#pragma unroll
-        for (int i = 0; i < kEach; ++i) {
-            if (order[i] > best) best = order[i], place = i * 32 + lane, value = score[i];
-        }
-#pragma unroll
-        for (int hop = 16; hop > 0; hop /= 2) {
-            const int32_t other = __shfl_xor_sync(~0u, best, hop);
-            const int other_place = __shfl_xor_sync(~0u, place, hop);
-            const float other_value = __shfl_xor_sync(~0u, value, hop);
-            if (other > best || (other == best && other_place < place)) {
-                best = other, place = other_place, value = other_value;
-            }
-        }
-#pragma unroll
-        for (int i = 0; i < kEach; ++i) {
-            if (i * 32 + lane == place) order[i] = INT32_MIN;
-        }
-        total += value;
-        if (lane == rank) mine = value, my_expert = place;
-    }
-    if (lane < a.top_k) {
-        a.ids[token * a.top_k + lane] = my_expert;
-        a.weights[token * a.top_k + lane] = mine / total;
-    }
+    choose_experts(logits, a.bias, a.num_experts, a.top_k, a.ids + token * a.top_k, a.weights + token * a.top_k);
 }
 
 __global__ void __launch_bounds__(kRouteThreads) route_kernel(const __grid_constant__ RouteArgs a) {

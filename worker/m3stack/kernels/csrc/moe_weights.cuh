@@ -21,6 +21,13 @@ __device__ __forceinline__ uint4 load_weights(const uint8_t* from) {
     return value;
 }
 
+// four scales, with their neighbours on the way
+__device__ __forceinline__ uint32_t load_scales(const uint8_t* from) {
+    uint32_t value;
+    asm volatile("ld.global.nc.L2::256B.u32 %0, [%1];" : "=r"(value) : "l"(from));
+    return value;
+}
+
 __device__ __forceinline__ uint32_t times(uint32_t pair, uint32_t factor) {
     uint32_t product;
     asm("mul.rn.bf16x2 %0, %1, %2;" : "=r"(product) : "r"(pair), "r"(factor));

@@ -4,20 +4,32 @@ from __future__ import annotations
 
 import ctypes
 from ctypes import POINTER, byref, c_float, c_int, c_int32, c_int64, c_void_p
+from dataclasses import dataclass
 from enum import IntEnum
 
 import torch
 from torch import Tensor
 
 from m3stack.kernels.build import KernelUnavailableError, load_library
+from m3stack.kernels.moe.tensor_maps import MAP_BYTES, MapSizes
 
-SOURCES = ("moe_few.cu", "moe_many.cu", "moe_route.cu", "msa_prefill_maps.cu")
+SOURCES = (
+    "moe_few.cu",
+    "moe_maps.cu",
+    "moe_order.cu",
+    "moe_ring_bf16.cu",
+    "moe_ring_mxfp8.cu",
+    "moe_route.cu",
+    "moe_route_many.cu",
+)
 NEEDED_CAPABILITY = (9, 0)
 FEW_TOKENS = (8, 16, 32, 64)
-# of the kernels of many tokens: tokens of a block, and of one copy
-MANY_TOKENS, BOX_TOKENS, BOX_COLUMNS = 256, 64, 64
-MAP_BYTES = 128
+# tokens of a block of the ring's kernels
+SOME_TOKENS, MANY_TOKENS = 64, 288
 ROUTE_TOKENS, ROUTE_EXPERTS, ROUTE_CHOSEN = 8, 256, 32
+# of the routing of many tokens: experts, columns of a step, tokens of a tile
+MANY_ROUTE_EXPERTS, ROUTE_COLUMNS, ROUTE_TILE = 128, 64, 128
+ROUTER_PARTS = 3
 
 
 class LaunchError(RuntimeError):
@@ -59,19 +71,17 @@ class FewArgs(ctypes.Structure):
     )
 
 
-class ManyArgs(ctypes.Structure):
+class RingArgs(ctypes.Structure):
     """Field for field the struct of the source; a pointer is a device address."""
 
     _fields_ = (
-        ("elements", c_void_p),
         ("scales", c_void_p),
-        ("shared_elements", c_void_p),
-        ("shared_scales", c_void_p),
+        ("own_scales", c_void_p),
         ("experts", c_void_p),
         ("firsts", c_void_p),
         ("counts", c_void_p),
         ("pairs", c_void_p),
-        ("weights", c_void_p),
+        ("pair_weights", c_void_p),
         ("out", c_void_p),
         ("alpha", c_float),
         ("limit", c_float),
@@ -81,6 +91,37 @@ class ManyArgs(ctypes.Structure):
         ("width", c_int32),
         ("outputs", c_int32),
         ("max_blocks", c_int32),
+        ("own_block", c_int32),
+    )
+
+
+class SortArgs(ctypes.Structure):
+    """Field for field the struct of the source; a pointer is a device address."""
+
+    _fields_ = (
+        ("ids", c_void_p),
+        ("pairs", c_void_p),
+        ("experts", c_void_p),
+        ("firsts", c_void_p),
+        ("counts", c_void_p),
+        ("num_pairs", c_int32),
+        ("num_experts", c_int32),
+        ("max_blocks", c_int32),
+        ("most", c_int32),
+    )
+
+
+class GatherArgs(ctypes.Structure):
+    """Field for field the struct of the source; a pointer is a device address."""
+
+    _fields_ = (
+        ("x", c_void_p),
+        ("pairs", c_void_p),
+        ("out", c_void_p),
+        ("x_row", c_int64),
+        ("top_k", c_int32),
+        ("width", c_int32),
+        ("is_coded", c_int32),
     )
 
 
@@ -103,6 +144,44 @@ class RouteArgs(ctypes.Structure):
     )
 
 
+class RouteManyArgs(ctypes.Structure):
+    """Field for field the struct of the source; a pointer is a device address."""
+
+    _fields_ = (
+        ("router", c_void_p),
+        ("parts", c_void_p),
+        ("partial", c_void_p),
+        ("bias", c_void_p),
+        ("ids", c_void_p),
+        ("weights", c_void_p),
+        ("num_tokens", c_int32),
+        ("num_experts", c_int32),
+        ("top_k", c_int32),
+        ("width", c_int32),
+        ("splits", c_int32),
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class SortedPairs:
+    """Pairs by expert without gaps, cut into blocks of one expert each.
+
+    Attributes:
+        pairs: int32 [pairs], ascending by expert; zeros past those of negative ids.
+        experts: int32 [blocks], ascending; -1 where a block is not used.
+        firsts, counts: int32 [blocks], where in `pairs` a block starts and how many it has.
+    """
+
+    pairs: Tensor
+    experts: Tensor
+    firsts: Tensor
+    counts: Tensor
+
+    @property
+    def max_blocks(self) -> int:
+        return self.experts.shape[0]
+
+
 class ExpertLibrary:
     """The built kernels, launched on the current stream of the current device."""
 
@@ -120,22 +199,33 @@ class ExpertLibrary:
                 f"expert kernels are built for sm_90a; this device is sm_{capability[0]}"
                 f"{capability[1]} ({torch.cuda.get_device_name()})"
             )
-        library = load_library("moe", SOURCES)
-        self._processors = torch.cuda.get_device_properties(0).multi_processor_count
-        self._map = library.m3_encode_map
-        self._map.argtypes = [c_void_p, c_void_p, c_int, c_void_p, c_void_p, c_void_p]
-        self._many = library.m3_many
-        self._many.argtypes = [POINTER(ManyArgs), c_void_p, c_int, c_int, c_void_p]
-        self._gather = library.m3_gather
-        self._gather.argtypes = [c_void_p, c_void_p, c_void_p, c_int64, *[c_int] * 4, c_void_p]
-        for function in (self._map, self._many, self._gather):
-            function.restype = c_int
-        self._route = library.m3_route
-        self._route.argtypes = [POINTER(RouteArgs), c_void_p]
-        self._route.restype = c_int
-        self._few = library.m3_few
-        self._few.argtypes = [POINTER(FewArgs), c_int, c_int, c_void_p]
-        self._few.restype = c_int
+        processors = torch.cuda.get_device_properties(0).multi_processor_count
+        self._bind(load_library("moe", SOURCES), processors)
+
+    def _bind(self, library: ctypes.CDLL, processors: int) -> None:
+        self._library, self.processors = library, processors
+        self._maps: dict[tuple[int, MapSizes], bytes] = {}
+        for name, arguments in {
+            "m3_expert_map": [c_void_p, c_void_p, c_int, c_int, c_void_p, c_void_p, c_void_p],
+            "m3_few": [POINTER(FewArgs), c_int, c_int, c_void_p],
+            "m3_sort": [POINTER(SortArgs), c_void_p],
+            "m3_gather": [POINTER(GatherArgs), c_int, c_void_p],
+            "m3_ring_bf16": [POINTER(RingArgs), c_void_p, c_int, c_int, c_void_p],
+            "m3_ring_mxfp8": [POINTER(RingArgs), c_void_p, c_int, c_int, c_int, c_void_p],
+            "m3_route": [POINTER(RouteArgs), c_void_p],
+            "m3_route_many": [POINTER(RouteManyArgs), c_void_p, c_void_p],
+        }.items():
+            function = getattr(library, name, None)
+            if function is not None:
+                function.argtypes, function.restype = arguments, c_int
+
+    def _stream(self) -> int:
+        return torch.cuda.current_stream().cuda_stream
+
+    def _call(self, name: str, *arguments: object) -> None:
+        code = getattr(self._library, name)(*arguments, self._stream())
+        if code != 0:
+            raise LaunchError(f"{name}: CUDA error {code}")
 
     def route(self, arguments: RouteArgs) -> None:
         """Enqueues the routing of at most `ROUTE_TOKENS`.
@@ -143,9 +233,15 @@ class ExpertLibrary:
         Raises:
             LaunchError: the runtime refused it.
         """
-        code = self._route(byref(arguments), torch.cuda.current_stream().cuda_stream)
-        if code != 0:
-            raise LaunchError(f"m3_route: CUDA error {code}")
+        self._call("m3_route", byref(arguments))
+
+    def route_many(self, arguments: RouteManyArgs, tokens: bytes, router: bytes) -> None:
+        """Enqueues the routing of any number of tokens, given the maps of both.
+
+        Raises:
+            LaunchError: the runtime refused it.
+        """
+        self._call("m3_route_many", byref(arguments), tokens + router)
 
     def few(self, arguments: FewArgs, block_tokens: int, mode: Mode) -> None:
         """Enqueues the product of few tokens.
@@ -153,53 +249,87 @@ class ExpertLibrary:
         Raises:
             LaunchError: the runtime refused it.
         """
-        stream = torch.cuda.current_stream().cuda_stream
-        code = self._few(byref(arguments), block_tokens, mode, stream)
-        if code != 0:
-            raise LaunchError(f"m3_few: CUDA error {code}")
+        self._call("m3_few", byref(arguments), block_tokens, mode)
 
-    def many(self, arguments: ManyArgs, tokens: Tensor, mode: Mode) -> None:
-        """Enqueues the product of many tokens with weights in MXFP8.
+    def ring(self, arguments: RingArgs, maps: list[bytes], mode: Mode, most: int) -> None:
+        """Enqueues the product of blocks of at most `most` tokens.
 
         Args:
-            tokens: bf16 [rows, width] in the order of the products (`gather`).
+            maps: of tokens, the shared expert's tokens, weights, the shared expert's.
 
         Raises:
             LaunchError: the runtime refused it.
         """
-        # a map must stand on a multiple of 64 bytes
-        buffer = ctypes.create_string_buffer(MAP_BYTES + 64)
-        address = ctypes.addressof(buffer)
-        address += -address % 64
-        rows, width = tokens.shape
-        sizes = (ctypes.c_uint64 * 3)(width, rows, 1)
-        strides = (ctypes.c_uint64 * 2)(2 * width, 2 * width * rows)
-        box = (ctypes.c_uint32 * 3)(BOX_COLUMNS, BOX_TOKENS, 1)
-        code = self._map(address, tokens.data_ptr(), 3, sizes, strides, box)
-        if code != 0:
-            raise LaunchError(f"m3_encode_map of {tuple(tokens.shape)}: code {code}")
-        stream = torch.cuda.current_stream().cuda_stream
-        code = self._many(byref(arguments), address, mode, self._processors, stream)
-        if code != 0:
-            raise LaunchError(f"m3_many: CUDA error {code}")
+        joined = b"".join(maps)
+        if arguments.scales or arguments.own_scales:
+            self._call("m3_ring_mxfp8", byref(arguments), joined, mode, most, self.processors)
+        else:
+            assert most == MANY_TOKENS, most
+            self._call("m3_ring_bf16", byref(arguments), joined, mode, self.processors)
 
-    def gather(self, x: Tensor, pairs: Tensor | None, out: Tensor, *, top_k: int) -> None:
-        """Writes the tokens of sorted pairs, then all tokens, with columns in the products' order.
+    def tensor_map(self, tensor: Tensor, sizes: MapSizes) -> bytes:
+        """The encoded map of a tensor, kept: it depends on nothing else.
+
+        Raises:
+            LaunchError: the driver refused it.
+        """
+        key = (tensor.data_ptr(), sizes)
+        if key not in self._maps:
+            if len(self._maps) > 4096:
+                self._maps.clear()
+            # a map must stand on a multiple of 64 bytes
+            buffer = ctypes.create_string_buffer(MAP_BYTES + 64)
+            address = ctypes.addressof(buffer) + -ctypes.addressof(buffer) % 64
+            rank = len(sizes.sizes)
+            code = self._library.m3_expert_map(
+                address, tensor.data_ptr(), sizes.element_bytes, rank,
+                (ctypes.c_uint64 * rank)(*sizes.sizes),
+                (ctypes.c_uint64 * (rank - 1))(*sizes.strides),
+                (ctypes.c_uint32 * rank)(*sizes.box),
+            )  # fmt: skip
+            if code != 0:
+                raise LaunchError(f"m3_expert_map of {sizes}: code {code}")
+            self._maps[key] = ctypes.string_at(address, MAP_BYTES)
+        return self._maps[key]
+
+    def sort(self, ids_Tk: Tensor, num_experts: int, most: int) -> SortedPairs:
+        """Pairs ascending by expert and number, in blocks of at most `most`.
+
+        Args:
+            ids_Tk: int32 [T, k], contiguous, at least one pair; negative ids are in no block.
+
+        Raises:
+            LaunchError: the runtime refused it.
+        """
+        num_pairs, device = ids_Tk.numel(), ids_Tk.device
+        # blocks that suffice however the pairs fall: an expert with pairs wastes less than one
+        max_blocks = min(num_pairs, num_pairs // most + num_experts)
+        pairs = torch.empty(num_pairs, dtype=torch.int32, device=device)
+        experts, firsts, counts = torch.empty(3, max_blocks, dtype=torch.int32, device=device)
+        arguments = SortArgs(
+            ids=ids_Tk.data_ptr(), pairs=pairs.data_ptr(), experts=experts.data_ptr(),
+            firsts=firsts.data_ptr(), counts=counts.data_ptr(), num_pairs=num_pairs,
+            num_experts=num_experts, max_blocks=max_blocks, most=most,
+        )  # fmt: skip
+        self._call("m3_sort", byref(arguments))
+        return SortedPairs(pairs, experts, firsts, counts)
+
+    def gather(self, x: Tensor, pairs: Tensor | None, *, top_k: int, is_coded: bool) -> Tensor:
+        """bf16 [pairs, width]: the token of each pair; each token once where `pairs` is None.
 
         Args:
             x: bf16 [tokens, width], rows on multiples of 16 bytes.
-            pairs: int32, sorted; None for none.
-            out: bf16 [pairs + tokens or pairs alone, width].
+            pairs: int32.
+            is_coded: columns in the order in which MXFP8 weights are decoded.
 
         Raises:
             LaunchError: the runtime refused it.
         """
-        num_pairs = 0 if pairs is None else pairs.numel()
-        address = None if pairs is None else pairs.data_ptr()
-        stream = torch.cuda.current_stream().cuda_stream
-        code = self._gather(
-            x.data_ptr(), address, out.data_ptr(), x.stride(0), out.shape[0], num_pairs, top_k,
-            out.shape[1], stream,
+        rows = x.shape[0] if pairs is None else pairs.numel()
+        out = torch.empty(rows, x.shape[1], dtype=x.dtype, device=x.device)
+        arguments = GatherArgs(
+            x=x.data_ptr(), pairs=None if pairs is None else pairs.data_ptr(), out=out.data_ptr(),
+            x_row=x.stride(0), top_k=top_k, width=x.shape[1], is_coded=is_coded,
         )  # fmt: skip
-        if code != 0:
-            raise LaunchError(f"m3_gather: CUDA error {code}")
+        self._call("m3_gather", byref(arguments), rows)
+        return out

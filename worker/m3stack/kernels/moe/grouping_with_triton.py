@@ -36,27 +36,6 @@ class PairBlocks:
         return self.experts.shape[0]
 
 
-@dataclass(frozen=True, slots=True)
-class SortedPairs:
-    """Pairs by expert without gaps, cut into blocks of one expert each.
-
-    Attributes:
-        pairs: int32 [pairs], ascending by expert; zeros past those of negative ids.
-        experts: int32 [blocks], ascending; -1 where a block is not used.
-        firsts, counts: int32 [blocks], where in `pairs` a block starts and how many it has;
-            undefined where it is not used.
-    """
-
-    pairs: Tensor
-    experts: Tensor
-    firsts: Tensor
-    counts: Tensor
-
-    @property
-    def max_blocks(self) -> int:
-        return self.experts.shape[0]
-
-
 def most_blocks(num_pairs: int, num_experts: int, rows: int) -> int:
     """Blocks that suffice however the pairs fall: an expert with pairs wastes less than one."""
     return min(num_pairs, num_pairs // rows + num_experts)
@@ -64,9 +43,8 @@ def most_blocks(num_pairs: int, num_experts: int, rows: int) -> int:
 
 @triton.jit
 def _group_kernel(
-    ids, pairs, experts, firsts, counts_of, num_pairs, max_blocks,
+    ids, pairs, experts, num_pairs, max_blocks,
     EXPERTS: tl.constexpr, BINS: tl.constexpr, ROWS: tl.constexpr, AT_ONCE: tl.constexpr,
-    HAS_GAPS: tl.constexpr,
 ):  # fmt: skip
     expert = tl.program_id(0)
     index, bin_ = tl.arange(0, AT_ONCE), tl.arange(0, BINS)
@@ -80,8 +58,6 @@ def _group_kernel(
     mine = tl.sum(tl.where(bin_ == expert, blocks, 0), 0)
     count = tl.sum(tl.where(bin_ == expert, counts, 0), 0)
     start = first * ROWS
-    if not HAS_GAPS:
-        start = tl.sum(tl.where(bin_ < expert, counts, 0), 0)
     # pairs in their order, so that sums do not depend on timing
     placed = 0
     for base in range(0, num_pairs, AT_ONCE):
@@ -90,23 +66,14 @@ def _group_kernel(
         rank = tl.cumsum(hit.to(tl.int32), 0)
         tl.store(pairs + start + placed + rank - 1, base + index, mask=hit)
         placed += tl.sum(hit.to(tl.int32), 0)
-    if HAS_GAPS:
-        for base in range(count, mine * ROWS, AT_ONCE):
-            slot = base + index
-            tl.store(pairs + start + slot, tl.zeros([AT_ONCE], tl.int32) + num_pairs,
-                     mask=slot < mine * ROWS)  # fmt: skip
+    for base in range(count, mine * ROWS, AT_ONCE):
+        slot = base + index
+        tl.store(pairs + start + slot, tl.zeros([AT_ONCE], tl.int32) + num_pairs,
+                 mask=slot < mine * ROWS)  # fmt: skip
     for base in range(0, mine, AT_ONCE):
         block = base + index
         tl.store(experts + first + block, tl.zeros([AT_ONCE], tl.int32) + expert, mask=block < mine)
-        if not HAS_GAPS:
-            left = tl.minimum(count - block * ROWS, ROWS)
-            tl.store(firsts + first + block, start + block * ROWS, mask=block < mine)
-            tl.store(counts_of + first + block, left, mask=block < mine)
     if expert == EXPERTS - 1:
-        if not HAS_GAPS:
-            for base in range(start + count, num_pairs, AT_ONCE):
-                slot = base + index
-                tl.store(pairs + slot, tl.zeros([AT_ONCE], tl.int32), mask=slot < num_pairs)
         for base in range(first + mine, max_blocks, AT_ONCE):
             block = base + index
             tl.store(experts + block, tl.zeros([AT_ONCE], tl.int32) - 1, mask=block < max_blocks)
@@ -124,26 +91,8 @@ def group_pairs(ids_Tk: Tensor, num_experts: int, rows: int) -> PairBlocks:
     experts = torch.empty(max_blocks, dtype=torch.int32, device=device)
     if num_pairs:
         _group_kernel[(num_experts,)](
-            ids_Tk, pairs, experts, pairs, pairs, num_pairs, max_blocks,
+            ids_Tk, pairs, experts, num_pairs, max_blocks,
             EXPERTS=num_experts, BINS=max(16, triton.next_power_of_2(num_experts)), ROWS=rows,
-            AT_ONCE=PAIRS_AT_ONCE, HAS_GAPS=True, num_warps=4,
+            AT_ONCE=PAIRS_AT_ONCE, num_warps=4,
         )  # fmt: skip
     return PairBlocks(pairs, experts, rows)
-
-
-def sort_pairs(ids_Tk: Tensor, num_experts: int, rows: int) -> SortedPairs:
-    """Pairs ascending by expert and number, in blocks of at most `rows`.
-
-    Args:
-        ids_Tk: int32 [T, k], contiguous, at least one pair; negative ids are in no block.
-    """
-    num_pairs, device = ids_Tk.numel(), ids_Tk.device
-    max_blocks = most_blocks(num_pairs, num_experts, rows)
-    pairs = torch.empty(num_pairs, dtype=torch.int32, device=device)
-    experts, firsts, counts = torch.empty(3, max_blocks, dtype=torch.int32, device=device)
-    _group_kernel[(num_experts,)](
-        ids_Tk, pairs, experts, firsts, counts, num_pairs, max_blocks,
-        EXPERTS=num_experts, BINS=max(16, triton.next_power_of_2(num_experts)), ROWS=rows,
-        AT_ONCE=PAIRS_AT_ONCE, HAS_GAPS=False, num_warps=4,
-    )  # fmt: skip
-    return SortedPairs(pairs, experts, firsts, counts)

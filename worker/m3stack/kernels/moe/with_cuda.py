@@ -6,6 +6,7 @@ Which serves what was measured: `docs/bench/moe-h200.md`.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from enum import StrEnum
 
 import torch
 from torch import Tensor
@@ -13,40 +14,54 @@ from torch import Tensor
 from m3stack.kernels.interface import Mxfp8Weight, SharedExpert, Weight
 from m3stack.kernels.moe.cuda_library import (
     FEW_TOKENS,
+    MANY_ROUTE_EXPERTS,
     MANY_TOKENS,
     ROUTE_CHOSEN,
+    ROUTE_COLUMNS,
     ROUTE_EXPERTS,
+    ROUTE_TILE,
     ROUTE_TOKENS,
+    ROUTER_PARTS,
+    SOME_TOKENS,
     ExpertLibrary,
     FewArgs,
-    ManyArgs,
     Mode,
+    RingArgs,
     RouteArgs,
+    RouteManyArgs,
 )
-from m3stack.kernels.moe.grouping_with_triton import group_pairs, sort_pairs
+from m3stack.kernels.moe.grouping_with_triton import group_pairs
+from m3stack.kernels.moe.tensor_maps import BOX_TOKENS, coded_map, down_map, token_map, up_map
 from m3stack.kernels.moe.with_triton import TritonExperts, combine
 from m3stack.kernels.quantised import with_triton as triton_linears
 
 # columns that kernels read at once
-PLAIN_COLUMNS, MXFP8_COLUMNS = 32, 128
-# of bf16 weights: from 8 on Triton reads memory as fast, and one step of it serves any number
-PLAIN_TOKENS = 4
-# rows of a weight tile of many tokens
-MANY_ROWS = 128
+PLAIN_COLUMNS, RING_COLUMNS, MXFP8_COLUMNS = 32, 64, 128
+# rows of a weight tile of the ring's down product
+TILE_ROWS = 128
 MAX_LINEAR_TOKENS = 128
 
 
-def few_block_tokens(num_pairs: int, num_experts: int) -> int | None:
-    """Tokens of a block by the pairs an expert has on average; None where these are many.
+class Path(StrEnum):
+    """What computes a layer's experts."""
 
-    A block more of an expert reads its weights again, so blocks hold about the average and two
-    deviations of random routing.
-    """
+    FEW = "few"
+    SOME = "some"
+    MANY = "many"
+    TRITON = "triton"
+
+
+def choose_path(num_tokens: int, num_pairs: int, num_experts: int, *, is_mxfp8: bool) -> Path:
+    """What was fastest, by the pairs an expert has on average; a function of sizes alone."""
     average = num_pairs / num_experts
-    for most, tokens in ((3, 8), (9, 16), (20, 32)):
-        if average <= most:
-            return tokens
-    return None
+    if is_mxfp8:
+        if average <= 20:
+            return Path.FEW
+        return Path.SOME if average <= 64 else Path.MANY
+    if num_tokens <= 4:
+        return Path.FEW
+    # Triton reads bf16 weights at the memory's full speed, and one step of it serves any number
+    return Path.TRITON if average <= 128 else Path.MANY
 
 
 class CudaExperts:
@@ -54,37 +69,52 @@ class CudaExperts:
 
     Args:
         device: of the weights.
+        path: what computes experts, where the choice by size is not wanted.
+        library: the built kernels, where they are not this device's.
+        portable: what serves the rest.
 
     Raises:
         KernelUnavailableError: another GPU, or no compiler.
     """
 
-    def __init__(self, device: torch.device) -> None:
-        self._library = ExpertLibrary()
-        self._triton = TritonExperts(device)
+    def __init__(
+        self,
+        device: torch.device,
+        *,
+        path: Path | None = None,
+        library: ExpertLibrary | None = None,
+        portable: TritonExperts | None = None,
+    ) -> None:
+        self._library = library or ExpertLibrary()
+        self._triton = portable or TritonExperts(device)
         self._arrived = torch.zeros(1, dtype=torch.int32, device=device)
+        self._path = path
 
     def route_tokens(
         self, x_TM: Tensor, router_EM: Tensor, bias_E: Tensor, top_k: int
     ) -> tuple[Tensor, Tensor]:
-        """See `interface.RouteTokens`; a single launch."""
+        """See `interface.RouteTokens`."""
         (num_tokens, width), num_experts = x_TM.shape, router_EM.shape[0]
         is_served = (
-            0 < num_tokens <= ROUTE_TOKENS
-            and num_experts <= ROUTE_EXPERTS
+            num_tokens > 0
             and top_k <= ROUTE_CHOSEN
-            and width % 4 == 0
             and x_TM.dtype == torch.bfloat16
+            and router_EM.dtype == torch.float32
             and _aligned(x_TM)
         )
+        if is_served and num_tokens <= ROUTE_TOKENS:
+            is_served = num_experts <= ROUTE_EXPERTS and width % 4 == 0
+        elif is_served:
+            is_served = num_experts <= MANY_ROUTE_EXPERTS and width % ROUTE_COLUMNS == 0
         if not is_served:
             return self._triton.route_tokens(x_TM, router_EM, bias_E, top_k)
         assert router_EM.is_contiguous(), "router rows must stand back to back"
         ids = torch.empty(num_tokens, top_k, dtype=torch.int32, device=x_TM.device)
-        weights, scores = (
-            torch.empty(num_tokens, count, dtype=torch.float32, device=x_TM.device)
-            for count in (top_k, num_experts)
-        )
+        weights = torch.empty(num_tokens, top_k, dtype=torch.float32, device=x_TM.device)
+        if num_tokens > ROUTE_TOKENS:
+            self._route_many(x_TM, router_EM, bias_E, ids, weights)
+            return ids, weights
+        scores = torch.empty(num_tokens, num_experts, dtype=torch.float32, device=x_TM.device)
         arguments = RouteArgs(
             x=x_TM.data_ptr(), router=router_EM.data_ptr(), bias=bias_E.data_ptr(),
             scores=scores.data_ptr(), arrived=self._arrived.data_ptr(), ids=ids.data_ptr(),
@@ -93,6 +123,29 @@ class CudaExperts:
         )  # fmt: skip
         self._library.route(arguments)
         return ids, weights
+
+    def _route_many(
+        self, x_TM: Tensor, router_EM: Tensor, bias_E: Tensor, ids: Tensor, weights: Tensor
+    ) -> None:
+        (num_tokens, width), device = x_TM.shape, x_TM.device
+        tiles = -(-num_tokens // ROUTE_TILE)
+        # as many parts of the columns as fill the GPU, four steps at least
+        splits = max(1, min(self._library.processors // tiles, width // ROUTE_COLUMNS // 4))
+        rows = ROUTER_PARTS * MANY_ROUTE_EXPERTS
+        parts = torch.empty(rows, width, dtype=torch.bfloat16, device=device)
+        size = (splits, num_tokens, MANY_ROUTE_EXPERTS)
+        partial = torch.empty(size, dtype=torch.float32, device=device)
+        arguments = RouteManyArgs(
+            router=router_EM.data_ptr(), parts=parts.data_ptr(), partial=partial.data_ptr(),
+            bias=bias_E.data_ptr(), ids=ids.data_ptr(), weights=weights.data_ptr(),
+            num_tokens=num_tokens, num_experts=router_EM.shape[0], top_k=ids.shape[1], width=width,
+            splits=splits,
+        )  # fmt: skip
+        maps = [
+            self._library.tensor_map(rows, token_map(rows, box_tokens=ROUTE_TILE))
+            for rows in (x_TM, parts)
+        ]
+        self._library.route_many(arguments, maps[0], maps[1])
 
     def run_experts(
         self,
@@ -109,9 +162,11 @@ class CudaExperts:
     ) -> Tensor:
         """See `interface.RunExperts`."""
         num_experts, num_pairs = _elements(gate_up_EfM).shape[0], ids_Tk.numel()
-        tokens = few_block_tokens(num_pairs, num_experts)
         routed = _Matrices(gate_up_EfM, down_EMF)
-        if num_pairs == 0 or not _serves(x_TM, routed, is_few=tokens is not None):
+        path = self._path or choose_path(
+            len(x_TM), num_pairs, num_experts, is_mxfp8=routed.is_mxfp8
+        )
+        if num_pairs == 0 or path is Path.TRITON or not _serves(x_TM, routed, path):
             return self._triton.run_experts(
                 x_TM, gate_up_EfM, down_EMF, ids_Tk, weights_Tk, alpha, limit,
                 shared=shared, factor=factor,
@@ -121,16 +176,16 @@ class CudaExperts:
             alpha, limit, factor,
         )  # fmt: skip
         own = None if shared is None else _Matrices(shared.gate_up_fM, shared.down_MF)
-        if tokens is not None:
-            return call.run_few(routed, own, tokens)
-        return call.run_many(routed, own)
+        if path is Path.FEW:
+            return call.run_few(routed, own, few_block_tokens(num_pairs, num_experts))
+        return call.run_ring(routed, own, SOME_TOKENS if path is Path.SOME else MANY_TOKENS)
 
     def linear_mxfp8(self, x: Tensor, weight: Mxfp8Weight) -> Tensor:
         """See `interface.LinearMxfp8`."""
         num_outputs, width = weight.elements.shape
         rows = x.reshape(-1, width)
         num_tokens, is_few = rows.shape[0], rows.shape[0] <= MAX_LINEAR_TOKENS
-        is_served = not width % MXFP8_COLUMNS and (is_few or not num_outputs % MANY_ROWS)
+        is_served = not width % MXFP8_COLUMNS and (is_few or not num_outputs % TILE_ROWS)
         if num_tokens == 0 or not is_served or not _aligned(rows):
             return triton_linears.linear_mxfp8(x, weight)
         assert x.dtype == torch.bfloat16, f"MXFP8 wants bf16, got {x.dtype}"
@@ -146,21 +201,37 @@ class CudaExperts:
             )  # fmt: skip
             self._library.few(arguments, tokens, Mode.LINEAR)
             return out
-        ordered = torch.empty(num_tokens, width, dtype=x.dtype, device=x.device)
-        self._library.gather(rows, None, ordered, top_k=1)
+        ordered = self._library.gather(rows, None, top_k=1, is_coded=True)
         # a down product of the shared expert alone is a linear
-        arguments = ManyArgs(
-            shared_elements=elements, shared_scales=scales, scales=scales, out=out.data_ptr(),
-            factor=1.0, num_tokens=num_tokens, width=width, outputs=num_outputs,
+        arguments = RingArgs(
+            own_scales=scales, out=out.data_ptr(), factor=1.0, num_tokens=num_tokens, width=width,
+            outputs=num_outputs, own_block=_own_block(num_tokens, MANY_TOKENS),
         )  # fmt: skip
-        self._library.many(arguments, ordered, Mode.DOWN)
+        tokens_map = self._library.tensor_map(ordered, token_map(ordered))
+        weight_map = _weight_map(self._library, weight, Mode.DOWN)
+        maps = [tokens_map, tokens_map, weight_map, weight_map]
+        self._library.ring(arguments, maps, Mode.DOWN, MANY_TOKENS)
         return out
+
+
+def few_block_tokens(num_pairs: int, num_experts: int) -> int:
+    """Tokens of a block of few by the pairs an expert has on average.
+
+    A block more of an expert reads its weights again, so blocks hold about the average and two
+    deviations of random routing.
+    """
+    average = num_pairs / num_experts
+    return next((tokens for most, tokens in ((3, 8), (9, 16)) if average <= most), 32)
 
 
 @dataclass(frozen=True, slots=True)
 class _Matrices:
     gate_up: Weight
     down: Weight
+
+    @property
+    def is_mxfp8(self) -> bool:
+        return isinstance(self.gate_up, Mxfp8Weight)
 
     def at(self, mode: Mode) -> Weight:
         return self.gate_up if mode is Mode.UP else self.down
@@ -195,11 +266,6 @@ class _Call:
         launches = [(max_blocks, own_blocks, tokens)]
         if own is not None and own_tokens != tokens:
             launches = [(0, own_blocks, own_tokens), (max_blocks, 0, tokens)]
-        apart = None
-        if own is not None and num_tokens > FEW_TOKENS[-1]:
-            # more blocks of it would each read its weights again
-            apart = self._own_of_many(own)
-            launches = launches[1:]
         for mode, source, target in (
             (Mode.UP, self.x_TM, hidden),
             (Mode.DOWN, hidden, results),
@@ -220,51 +286,41 @@ class _Call:
                     shared_blocks=shared_blocks, num_blocks=shared_blocks + routed_blocks,
                 )  # fmt: skip
                 self.library.few(arguments, block_tokens, mode)
-        if own is None:
-            return self._combined(results, None)
-        return self._combined(results, results[num_pairs:] if apart is None else apart)
+        return self._combined(results, None if own is None else results[num_pairs:])
 
-    def _own_of_many(self, own: _Matrices) -> Tensor:
-        """The shared expert's results alone, by the kernels of many tokens: bf16 [T, M]."""
-        (num_tokens, width), inner = self.x_TM.shape, _elements(own.down).shape[1]
-        ordered, hidden, out = (
-            torch.empty(num_tokens, count, dtype=torch.bfloat16, device=self.x_TM.device)
-            for count in (width, inner, width)
-        )
-        self.library.gather(self.x_TM, None, ordered, top_k=1)
-        for mode, source, target in ((Mode.UP, ordered, hidden), (Mode.DOWN, hidden, out)):
-            elements, scales = _pointers(own.at(mode))
-            arguments = ManyArgs(
-                shared_elements=elements, shared_scales=scales, scales=scales,
-                out=target.data_ptr(), alpha=self.alpha, limit=self.limit, factor=1.0,
-                num_tokens=num_tokens, width=source.shape[1], outputs=target.shape[1],
-            )  # fmt: skip
-            self.library.many(arguments, source, mode)
-        return out
-
-    def run_many(self, routed: _Matrices, own: _Matrices | None) -> Tensor:
-        """Pairs sorted by expert; results are rounded to bf16 before they are added up."""
-        num_tokens, top_k = self.ids_Tk.shape
-        order = sort_pairs(self.ids_Tk, _elements(routed.gate_up).shape[0], MANY_TOKENS)
+    def run_ring(self, routed: _Matrices, own: _Matrices | None, most: int) -> Tensor:
+        """Pairs sorted by expert, in blocks of `most`; results are added up in bf16."""
+        (num_tokens, top_k), num_pairs = self.ids_Tk.shape, self.ids_Tk.numel()
+        is_coded = routed.is_mxfp8
+        order = self.library.sort(self.ids_Tk, _elements(routed.gate_up).shape[0], most)
         hidden, results = self._buffers(routed, own, torch.bfloat16)
-        ordered = torch.empty(
-            results.shape[0], self.x_TM.shape[1], dtype=torch.bfloat16, device=hidden.device
-        )
-        self.library.gather(self.x_TM, order.pairs, ordered, top_k=top_k)
-        for mode, source, target in ((Mode.UP, ordered, hidden), (Mode.DOWN, hidden, results)):
-            elements, scales = _pointers(routed.at(mode))
-            own_elements, own_scales = (None, None) if own is None else _pointers(own.at(mode))
-            arguments = ManyArgs(
-                elements=elements, scales=scales, shared_elements=own_elements,
-                shared_scales=own_scales, experts=order.experts.data_ptr(),
-                firsts=order.firsts.data_ptr(), counts=order.counts.data_ptr(),
-                pairs=order.pairs.data_ptr(), weights=self.weights_Tk.data_ptr(),
-                out=target.data_ptr(), alpha=self.alpha, limit=self.limit, factor=self.factor,
-                num_pairs=self.ids_Tk.numel(), num_tokens=0 if own is None else num_tokens,
-                width=source.shape[1], outputs=target.shape[1], max_blocks=order.max_blocks,
+        ordered = self.library.gather(self.x_TM, order.pairs, top_k=top_k, is_coded=is_coded)
+        own_x_TM = self.x_TM
+        if is_coded and own is not None:
+            own_x_TM = self.library.gather(self.x_TM, None, top_k=1, is_coded=True)
+        for mode, source, own_source, target in (
+            (Mode.UP, ordered, own_x_TM, hidden),
+            (Mode.DOWN, hidden[:num_pairs], hidden[num_pairs:], results),
+        ):
+            matrix = routed.at(mode)
+            own_matrix = matrix if own is None else own.at(mode)
+            arguments = RingArgs(
+                scales=_pointers(matrix)[1], own_scales=_pointers(own_matrix)[1],
+                experts=order.experts.data_ptr(), firsts=order.firsts.data_ptr(),
+                counts=order.counts.data_ptr(), pairs=order.pairs.data_ptr(),
+                pair_weights=self.weights_Tk.data_ptr(), out=target.data_ptr(), alpha=self.alpha,
+                limit=self.limit, factor=self.factor, num_pairs=num_pairs,
+                num_tokens=0 if own is None else num_tokens, width=source.shape[1],
+                outputs=target.shape[1], max_blocks=order.max_blocks,
+                own_block=_own_block(num_tokens, most),
             )  # fmt: skip
-            self.library.many(arguments, source, mode)
-        return self._combined(results, None if own is None else results[self.ids_Tk.numel() :])
+            maps = [
+                self.library.tensor_map(rows, token_map(rows))
+                for rows in (source, source if own is None else own_source)
+            ]
+            maps += [_weight_map(self.library, one, mode) for one in (matrix, own_matrix)]
+            self.library.ring(arguments, maps, mode, most)
+        return self._combined(results, None if own is None else results[num_pairs:])
 
     def _buffers(
         self, routed: _Matrices, own: _Matrices | None, dtype: torch.dtype
@@ -305,16 +361,33 @@ def _aligned(rows: Tensor) -> bool:
     return rows.stride(1) == 1 and rows.stride(0) % 8 == 0 and rows.data_ptr() % 16 == 0
 
 
-def _serves(x_TM: Tensor, routed: _Matrices, *, is_few: bool) -> bool:
-    is_mxfp8 = isinstance(routed.gate_up, Mxfp8Weight)
+def _own_block(num_tokens: int, most: int) -> int:
+    """Tokens of a block of the shared expert: none above `most`, all about as many."""
+    blocks = -(-num_tokens // most)
+    size = -(-num_tokens // blocks)
+    return -(-size // BOX_TOKENS) * BOX_TOKENS
+
+
+def _weight_map(library: ExpertLibrary, weight: Weight, mode: Mode) -> bytes:
+    elements = _elements(weight)
+    stack = elements if elements.dim() == 3 else elements[None]
+    if isinstance(weight, Mxfp8Weight):
+        return library.tensor_map(stack, coded_map(stack))
+    return library.tensor_map(stack, up_map(stack) if mode is Mode.UP else down_map(stack))
+
+
+def _serves(x_TM: Tensor, routed: _Matrices, path: Path) -> bool:
     _, width, inner = _elements(routed.down).shape
-    columns = MXFP8_COLUMNS if is_mxfp8 else PLAIN_COLUMNS
+    if routed.is_mxfp8:
+        columns = MXFP8_COLUMNS
+    else:
+        columns = PLAIN_COLUMNS if path is Path.FEW else RING_COLUMNS
     return (
         x_TM.dtype == torch.bfloat16
         and _aligned(x_TM)
-        and is_mxfp8 == isinstance(routed.down, Mxfp8Weight)
-        and (is_mxfp8 or (is_few and len(x_TM) <= PLAIN_TOKENS))
+        and routed.is_mxfp8 == isinstance(routed.down, Mxfp8Weight)
+        and (routed.is_mxfp8 or path is not Path.SOME)
         and not width % columns
         and not inner % columns
-        and (is_few or not width % MANY_ROWS)
+        and (path is Path.FEW or not width % TILE_ROWS)
     )
