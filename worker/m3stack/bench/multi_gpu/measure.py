@@ -73,6 +73,13 @@ class Answer:
     logits_SV: Tensor
 
 
+class _Skipped(nn.Module):
+    """Stands for a layer that does nothing."""
+
+    def forward(self, x_TM: Tensor, *_: object) -> Tensor:
+        return x_TM
+
+
 class ArmBench:
     """A model divided by an arm, its cache, and everything measured of it."""
 
@@ -80,9 +87,9 @@ class ArmBench:
         self._arm, self._config, self._sizes, self._machine = arm, config, sizes, machine
         world = 1 if machine.group is None else dist.get_world_size(machine.group)
         self.is_real = arm.ranks <= world
+        # what is done once a step takes, by rows, context, captured or not, silent or not
+        self._ends_ms: dict[tuple[int, int, bool, bool], float] = {}
         # where there are more GPUs than ranks, every one of them runs the arm
-        # what embedding and head alone take, by rows, captured or not, silent or not
-        self._ends_ms: dict[tuple[int, bool, bool], float] = {}
         self._place: Rank = arm.place(machine.rank % arm.ranks)
         self._mesh = BenchMesh(self._place.tp_rank, arm.ranks, machine.group)
         self._watch = Stopwatch(machine.place.device, self._mesh.barrier, repeats=sizes.repeats)
@@ -217,11 +224,13 @@ class ArmBench:
         return (step_ms - ends_ms) / self._config.num_layers * 1e3
 
     def _without_layers(self, batch: DeviceBatch, *, is_captured: bool) -> float:
-        key = (len(batch.token_ids_T), is_captured, self._mesh.is_silent)
+        """Embedding and head, and, where index keys are in parts, the rewriting of the step."""
+        rows = (len(batch.token_ids_T), batch.rows.max_seq_len)
+        key = (*rows, is_captured, self._mesh.is_silent)
         if key not in self._ends_ms:
             model, layers = self._model, self._model.layers
-            model.layers = nn.ModuleList()
-            ends = partial(model.forward, batch, ())
+            model.layers = nn.ModuleList(_Skipped() for _ in layers)
+            ends = partial(model.forward, batch, self._pool.layers)
             self._ends_ms[key] = self._watch.median_ms(ends, is_captured=is_captured)
             model.layers = layers
         return self._ends_ms[key]
