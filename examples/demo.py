@@ -110,10 +110,11 @@ def converse(url: str) -> bool:
     video = {"type": "video_url", "video_url": {"url": data_url(make_clip(), "video/mp4")}}
     star, circle = "a blue star at the top right", "a red circle moves to the left"
     questions = [
-        ("text", PASSAGE, None, "Where does Anna live?", "In Oslo."),
-        ("picture", star, image, "What colour is the star?", "It is blue."),
-        ("picture", star, image, "Where is the star?", "It is at the top right."),
-        ("clip", circle, video, "Which way does the circle move?", "It moves left."),
+        ("text", PASSAGE, None, "Where does Anna live?", "Anna lives in Oslo."),
+        ("picture", star, image, "What colour is the star?", "The star is blue."),
+        ("picture", star, image, "Where is the star?", "The star is at the top right."),
+        ("picture", star, image, "What shape is blue?", "The blue shape is a star."),
+        ("clip", circle, video, "Which way does the circle move?", "The circle moves left."),
     ]
     are_true = True
     with openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as client:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import sys
+import time
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -15,7 +16,14 @@ from m3stack.models.minimax_m3.config import M3Config
 from m3stack.train.batches import BatchMaker
 from m3stack.train.encode import Encoder
 from m3stack.train.loader import Loader
-from m3stack.train.loop import Budget, Source, Trainer, initial_student, json_lines
+from m3stack.train.loop import (
+    Budget,
+    Source,
+    Trainer,
+    fast_operations,
+    initial_student,
+    json_lines,
+)
 from m3stack.train.model import write_checkpoint
 from m3stack.train.plot import loss_plot
 from m3stack.train.recipe import main_recipe
@@ -33,15 +41,15 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("directory", type=Path)
     parser.add_argument("--steps", type=int, default=20_000, help="of the whole run")
     parser.add_argument("--seconds", type=float, default=float("inf"), help="or time, if shorter")
-    parser.add_argument("--batch-tokens", type=int, default=65_536)
+    parser.add_argument("--batch-tokens", type=int, default=32_768)
     parser.add_argument("--longest", type=int, default=64, help="documents of so many k tokens")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--processes", type=int, default=0, help="that make data; 0: this one")
-    parser.add_argument("--save-every", type=int, default=500, metavar="STEPS")
+    parser.add_argument("--save-every", type=float, default=60.0, metavar="SECONDS")
     parser.add_argument("--weights", type=Path, default=None, help="model.safetensors to start at")
     parser.add_argument("--peak-rate", type=float, default=1e-3)
     parser.add_argument(
-        "--graphs", action="store_true", help="steps as CUDA graphs (not yet proven on a GPU)"
+        "--graphs", action="store_true", help="steps as CUDA graphs, where there is a GPU"
     )
     return parser
 
@@ -70,13 +78,7 @@ def main(argv: Sequence[str]) -> int:
     weights = tiny.initial_weights(config)
     if arguments.weights is not None:
         weights = iter(load_file(arguments.weights).items())
-    pointwise = None
-    if device.type == "cuda":
-        # Triton is a matter of GPUs
-        from m3stack.train.fused import fused_pointwise
-
-        pointwise = fused_pointwise()
-    student = initial_student(config, device, weights, pointwise=pointwise)
+    student = initial_student(config, device, weights, **fast_operations(device))
     trainer = Trainer(
         student, recipe, source, json_lines(directory / LOG_FILE), uses_graphs=arguments.graphs
     )
@@ -86,13 +88,20 @@ def main(argv: Sequence[str]) -> int:
         if isinstance(source, Loader):
             source.skip(trainer.used)
 
+    saved_s = time.monotonic()
+
+    def save() -> None:
+        trainer.save(state)
+        write_checkpoint(student, config_object, directory)
+
     def after_step(trainer: Trainer, progress: float) -> None:
-        if trainer.step % arguments.save_every == 0:
-            trainer.save(state)
+        nonlocal saved_s
+        if time.monotonic() - saved_s > arguments.save_every:
+            save()
+            saved_s = time.monotonic()
 
     trainer.run(Budget(arguments.steps, arguments.seconds), after_step=after_step)
-    trainer.save(state)
-    write_checkpoint(student, config_object, directory)
+    save()
     (directory / PLOT_FILE).write_text(loss_plot([directory / LOG_FILE]), encoding="utf-8")
     if isinstance(source, Loader):
         source.close()

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from m3stack.train import needles, pictures, text_tasks
+from m3stack.train import drills, needles, pictures, text_tasks
 from m3stack.train.encode import Encoded, Encoder, Media, Turn, patches_of
 
 SHORT_TOKENS = 1024
@@ -21,6 +21,21 @@ TAIL_TOKENS = 16
 
 NO_ANSWER = -1
 
+NEEDLE_THOUSANDS = (1, 2, 4, 8, 16, 32, 64)
+"""Thousands of tokens of the long documents."""
+
+SKILLS = (
+    *("arithmetic", "clip_colour", "clip_flashes", "clip_motion", "clip_order", "copy"),
+    *("count_kind", "drill_copy", "drill_recall", "needle_short", "picture_cell"),
+    *("picture_colour", "picture_count"),
+    *("picture_description", "picture_digit", "picture_position", "picture_shape", "refusal"),
+    *("text_qa", "tool_call", "tool_result"),
+    *(f"needle_{thousands}k" for thousands in NEEDLE_THOUSANDS),
+)
+"""What an answer can be an example of; a batch has their numbers."""
+
+_NUMBERS = {name: number for number, name in enumerate(SKILLS)}
+
 
 @dataclass(frozen=True, slots=True)
 class BatchKind:
@@ -30,12 +45,14 @@ class BatchKind:
         num_rows, num_tokens: its shape; `num_tokens` is a multiple of the block.
         num_media_rows: rows that may hold pictures and clips; the others hold text.
         is_needle: rows are long documents with passwords to find.
+        is_drill: rows say everything twice (`drills`).
     """
 
     num_rows: int
     num_tokens: int
     num_media_rows: int = 0
     is_needle: bool = False
+    is_drill: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +65,7 @@ class Batch:
         loss_rows_S: int64, rows of the step whose next token is to be predicted.
         targets_S: int64, those tokens.
         answers_S: int64, number of the answer each belongs to.
-        skills: skill of each answer.
+        skills_A: int64, number in `SKILLS` of each answer's skill.
         patches: grid -> uint8 [items * t*h*w, values] of all items of that grid.
         media_rows: grid -> int64, rows of the step that the items' features replace.
     """
@@ -58,7 +75,7 @@ class Batch:
     loss_rows_S: Tensor
     targets_S: Tensor
     answers_S: Tensor
-    skills: list[str]
+    skills_A: Tensor
     patches: Mapping[tuple[int, int, int], Tensor]
     media_rows: Mapping[tuple[int, int, int], Tensor]
 
@@ -70,6 +87,7 @@ class Batch:
             loss_rows_S=change(self.loss_rows_S),
             targets_S=change(self.targets_S),
             answers_S=change(self.answers_S),
+            skills_A=change(self.skills_A),
             patches={grid: change(x) for grid, x in self.patches.items()},
             media_rows={grid: change(x) for grid, x in self.media_rows.items()},
         )
@@ -101,6 +119,8 @@ class BatchMaker:
             rng = random.Random(f"{self._seed}/{number}/{row}/{kind.num_tokens}")
             if kind.is_needle:
                 rows.append(self._needle_row(rng, kind.num_tokens))
+            elif kind.is_drill:
+                rows.append(drills.drill_row(rng, self._encoder, self._sentences))
             else:
                 rows.append(
                     self._short_row(rng, kind.num_tokens, has_media=row < kind.num_media_rows)
@@ -133,7 +153,7 @@ class BatchMaker:
     ) -> list[Turn]:
         thinks = mode == "enabled"
         if has_media:
-            if rng.random() < 0.62:
+            if rng.random() < 0.72:
                 turns = pictures.picture_episode(rng)
             else:
                 turns = pictures.clip_episode(rng)
@@ -142,12 +162,12 @@ class BatchMaker:
         if tools and draw < 0.75:
             return _thinking(text_tasks.tool_use(rng, tools, thinks=thinks), thinks=thinks)
         draw = rng.random()
-        if draw < 0.2:
+        if draw < 0.12:
             turns = text_tasks.copying(rng)
-        elif draw < 0.42:
+        elif draw < 0.3:
             # thinking is optional in adaptive mode; sums are worth it
             return text_tasks.arithmetic(rng, thinks=mode != "disabled")
-        elif draw < 0.75:
+        elif draw < 0.58:
             turns = text_tasks.passage(rng, thinks=thinks)
         else:
             turns = self._short_needle(rng)
@@ -166,7 +186,8 @@ class BatchMaker:
         return [first, *turns[1:]]
 
     def _needle_row(self, rng: random.Random, num_tokens: int) -> Encoded:
-        num_needles = rng.randint(6, 12)
+        # many questions a document: a single one would hardly teach to search
+        num_needles = rng.randint(8, 12) if num_tokens < 2048 else rng.randint(16, 28)
         reserve = 100 + 45 * num_needles
         encoded = self._encoder.opening("disabled")
         stack = needles.haystack(
@@ -235,7 +256,7 @@ def collate(rows: list[Encoded], kind: BatchKind) -> Batch:
         loss_rows_S=torch.from_numpy(row_index * length + column),
         targets_S=torch.from_numpy(ids[row_index, column + 1]),
         answers_S=torch.from_numpy(answers[row_index, column + 1]),
-        skills=skills,
+        skills_A=torch.tensor([_NUMBERS[name] for name in skills], dtype=torch.int64),
         patches={
             grid: torch.from_numpy(np.concatenate([patches_of(item) for item in items]))
             for grid, items in stills.items()

@@ -2,7 +2,8 @@
 
 A graph needs fixed shapes, so a batch is copied into buffers of a fixed capacity: predictions that
 are missing weigh nothing, and pictures that are missing are drawn over positions behind the first
-sequence's end, which nothing attends to (`batches.TAIL_TOKENS`).
+sequence's end, which nothing attends to (`batches.TAIL_TOKENS`). Capture happens on the stream that
+all steps run on: gradients are tied to the stream of the step that first made them.
 """
 
 from __future__ import annotations
@@ -19,7 +20,10 @@ from m3stack.train.batches import TAIL_TOKENS, Batch
 from m3stack.train.model import Student
 from m3stack.train.operations import Layout
 
-WARM_UP_STEPS = 3
+WARM_UP_STEPS = 2
+
+PREDICTIONS_MARGIN, MORE_PREDICTIONS, ITEMS_MARGIN, MORE_ITEMS = 1.4, 256, 1.2, 8
+"""Room in the buffers, over what the first batch of a kind needs."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,12 +39,12 @@ class Capacity:
     items: dict[Grid, int]
 
     @classmethod
-    def above(cls, batch: Batch, margin: float = 1.4) -> Capacity:
+    def above(cls, batch: Batch) -> Capacity:
         """Enough for batches like this one."""
         return cls(
-            int(batch.loss_rows_S.shape[0] * margin),
+            int(batch.loss_rows_S.shape[0] * PREDICTIONS_MARGIN) + MORE_PREDICTIONS,
             {
-                grid: int(patches.shape[0] // _patches(grid) * margin) + 8
+                grid: int(patches.shape[0] // _patches(grid) * ITEMS_MARGIN) + MORE_ITEMS
                 for grid, patches in batch.patches.items()
             },
         )
@@ -95,7 +99,7 @@ class Buffers:
             loss_rows_S=room(batch.loss_rows_S, capacity.predictions),
             targets_S=room(batch.targets_S, capacity.predictions),
             answers_S=batch.answers_S,
-            skills=[],
+            skills_A=batch.skills_A,
             patches={grid: room(x, item_rows(grid)) for grid, x in batch.patches.items()},
             media_rows={
                 grid: room(x, item_rows(grid) * x.shape[0] // batch.patches[grid].shape[0])
@@ -142,18 +146,18 @@ def weighted_step(student: Student, buffers: Buffers, layout: Layout) -> StepRes
     targets_S, weights_S = buffers.batch.targets_S, buffers.weights_S
     loss_S = functional.cross_entropy(logits, targets_S, reduction="none")
     loss = (loss_S * weights_S).sum() / weights_S.sum()
-    losses = student.operations.tape.index_losses
+    losses = student.operations.take_index_losses()
     index_loss = torch.stack(losses).sum() if losses else loss.new_zeros(())
     (loss + index_loss).backward()
     right_S = logits.detach().argmax(-1) == targets_S
     mean = index_loss.detach() / max(1, len(losses))
-    # what the losses keep alive would tie the next step's gradients to this step's stream
-    losses.clear()
     return StepResult(loss.detach(), mean, loss.new_zeros(()), loss_S.detach(), right_S)
 
 
 class GraphedStep:
     """A step captured over its buffers; making it takes `WARM_UP_STEPS` real steps.
+
+    It must be made on the stream that every step runs on, and that not the default one.
 
     Args:
         layout: of the step.
@@ -171,15 +175,12 @@ class GraphedStep:
     ) -> None:
         self._buffers = Buffers(batch, layout, student.device)
         layout = replace(layout, loss_positions_RS=self._buffers.loss_positions_RS)
-        stream = torch.cuda.Stream()
-        stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(stream):
-            for _ in range(WARM_UP_STEPS):
-                zero()
-                weighted_step(student, self._buffers, layout)
-                update()
-        torch.cuda.current_stream().wait_stream(stream)
+        for _ in range(WARM_UP_STEPS):
+            zero()
+            weighted_step(student, self._buffers, layout)
+            update()
         zero()
+        stream = torch.cuda.current_stream()
         self._graph = torch.cuda.CUDAGraph()
         # other threads pin memory meanwhile
         with torch.cuda.graph(self._graph, stream=stream, capture_error_mode="thread_local"):

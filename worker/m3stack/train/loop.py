@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import json
+import logging
 import time
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from dataclasses import astuple, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,13 +18,15 @@ from torch.nn import functional
 
 from m3stack.models.minimax_m3.config import M3Config
 from m3stack.models.minimax_m3.moe import MixtureOfExperts
-from m3stack.train.batches import Batch, BatchKind
+from m3stack.train.batches import SKILLS, Batch, BatchKind
 from m3stack.train.graphs import GraphedStep, StepResult
 from m3stack.train.model import Student
 from m3stack.train.operations import Layout, Selection
 from m3stack.train.recipe import Phase, Recipe
 
 Source = Callable[[int, BatchKind], Batch]
+
+_LOGGER = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,26 +39,26 @@ class Budget:
 
 @dataclass(slots=True)
 class Scores:
-    """Running figures of each skill since the last report, kept on the device."""
+    """Running figures of each skill since the last report, kept on the device.
 
-    names: dict[str, int]
+    Attributes:
+        sums: fp32 [skills, 4]: tokens, loss, answers, answers that are right token by token.
+    """
+
     sums: Tensor
 
     @classmethod
     def empty(cls, device: torch.device) -> Scores:
-        # tokens, loss, answers, answers that are right token by token
-        return cls({}, torch.zeros((64, 4), device=device))
+        return cls(torch.zeros((len(SKILLS), 4), device=device))
 
     def add(self, batch: Batch, loss_S: Tensor, right_S: Tensor) -> None:
-        numbers = [self.names.setdefault(name, len(self.names)) for name in batch.skills]
-        skills = torch.tensor(numbers, device=loss_S.device)
-        skill_S = skills[batch.answers_S]
+        skill_S = batch.skills_A[batch.answers_S]
         self.sums[:, 0].index_add_(0, skill_S, torch.ones_like(loss_S))
         self.sums[:, 1].index_add_(0, skill_S, loss_S)
-        is_right = torch.ones(len(numbers), device=loss_S.device)
+        is_right = torch.ones(batch.skills_A.shape, device=loss_S.device)
         is_right.scatter_reduce_(0, batch.answers_S, right_S.float(), "amin")
-        self.sums[:, 2].index_add_(0, skills, torch.ones_like(is_right))
-        self.sums[:, 3].index_add_(0, skills, is_right)
+        self.sums[:, 2].index_add_(0, batch.skills_A, torch.ones_like(is_right))
+        self.sums[:, 3].index_add_(0, batch.skills_A, is_right)
 
     def take(self) -> dict[str, dict[str, float]]:
         """Loss a token and share of right answers of every skill, and starts anew."""
@@ -61,12 +66,12 @@ class Scores:
         self.sums.zero_()
         return {
             name: {
-                "loss": round(rows[index][1] / rows[index][0], 4),
-                "right": round(rows[index][3] / rows[index][2], 4),
-                "answers": int(rows[index][2]),
+                "loss": round(loss / tokens, 4),
+                "right": round(right / answers, 4),
+                "answers": int(answers),
             }
-            for name, index in sorted(self.names.items())
-            if rows[index][0]
+            for name, (tokens, loss, answers, right) in sorted(zip(SKILLS, rows, strict=True))
+            if tokens
         }
 
 
@@ -75,7 +80,8 @@ class Trainer:
 
     Args:
         source: gives batch `number` of a kind, on the CPU; numbers of a kind count up from 0.
-        uses_graphs: everyday batches run as CUDA graphs; of no effect without a GPU.
+        uses_graphs: steps run as CUDA graphs, one a kind of batch; of no effect without a GPU.
+            Where capture fails, steps go on without, a warning says why and every record how many.
         report: told one record every `report_s` seconds, and the last one.
     """
 
@@ -94,7 +100,9 @@ class Trainer:
         self._is_gpu = student.device.type == "cuda"
         self._uses_graphs = uses_graphs and self._is_gpu
         self._graphs: dict[tuple[BatchKind, Selection, bool], GraphedStep] = {}
+        self._stream = torch.cuda.Stream(student.device) if self._is_gpu else None
         self.step, self.elapsed_s = 0, 0.0
+        self._graphed_steps = 0
         self._used: dict[BatchKind, int] = {}
         self._scores = Scores.empty(student.device)
         self.optimizer = _optimizer(student, recipe)
@@ -117,8 +125,20 @@ class Trainer:
             after_step: told the trainer and its progress after every step.
             until: progress at which to pause.
         """
+        stream = nullcontext() if self._stream is None else torch.cuda.stream(self._stream)
+        with stream:
+            self._run(budget, after_step, until)
+        if self._is_gpu:
+            torch.cuda.synchronize(self.student.device)
+
+    def _run(
+        self,
+        budget: Budget,
+        after_step: Callable[[Trainer, float], None] | None,
+        until: float,
+    ) -> None:
         began, last_report = time.monotonic() - self.elapsed_s, time.monotonic()
-        first_step = self.step
+        first_step, self._graphed_steps = self.step, 0
         while True:
             self.elapsed_s = time.monotonic() - began
             progress = max(self.step / budget.steps, self.elapsed_s / budget.seconds)
@@ -135,11 +155,13 @@ class Trainer:
                     "progress": round(progress, 4),
                     "seconds": round(now - began, 2),
                     "steps_per_s": round((self.step - first_step) / (now - last_report), 2),
+                    "graphed": round(self._graphed_steps / (self.step - first_step), 3),
                     **{name: round(float(value), 4) for name, value in figures.items()},
                     "skills": self._scores.take(),
                 }
                 self._report(record)
                 last_report, first_step = time.monotonic(), self.step
+                self._graphed_steps = 0
 
     def _train_step(self, progress: float) -> dict[str, Tensor | float]:
         recipe, student = self.recipe, self.student
@@ -170,31 +192,32 @@ class Trainer:
             logits = student.logits(batch, layout)
         loss_S = functional.cross_entropy(logits, batch.targets_S, reduction="none")
         loss = loss_S.mean()
-        index_losses = student.operations.tape.index_losses
+        index_losses = student.operations.take_index_losses()
         index_loss = torch.stack(index_losses).sum() if index_losses else loss.new_zeros(())
         (loss + index_loss).backward()
         norm = self._update()
         right_S = logits.detach().argmax(-1) == batch.targets_S
         mean = index_loss.detach() / max(1, len(index_losses))
-        index_losses.clear()
         return StepResult(loss.detach(), mean, norm, loss_S.detach(), right_S)
 
     def _graphed(self, batch: Batch, layout: Layout) -> StepResult | None:
         """The step as a CUDA graph, where that is asked for and the batch fits."""
-        if not self._uses_graphs or batch.kind.is_needle:
+        if not self._uses_graphs:
             return None
         key = (batch.kind, layout.selection, layout.loss_positions_RS is None)
         if key not in self._graphs:
-            self._graphs[key] = GraphedStep(
-                self.student,
-                batch,
-                layout,
-                self._update,
-                lambda: self.optimizer.zero_grad(set_to_none=True),
-            )
+            zero = partial(self.optimizer.zero_grad, set_to_none=True)
+            try:
+                self._graphs[key] = GraphedStep(self.student, batch, layout, self._update, zero)
+            except RuntimeError as error:
+                _LOGGER.warning("training graphs=off kind=%s reason=%s", batch.kind, error)
+                self._uses_graphs = False
+                self.student.operations.take_index_losses()
+                return None
         graph = self._graphs[key]
         if not graph.fits(batch):
             return None
+        self._graphed_steps += 1
         return graph.run(batch, layout.loss_positions_RS)
 
     def _update(self) -> Tensor:
@@ -301,11 +324,21 @@ def json_lines(path: Path) -> Callable[[dict[str, Any]], None]:
         skills = " ".join(
             f"{name}={scores['right']:.2f}" for name, scores in record["skills"].items()
         )
-        keys = ("step", "seconds", "steps_per_s", "loss", "index_loss", "norm")
+        keys = ("step", "seconds", "steps_per_s", "graphed", "loss", "index_loss", "norm")
         head = " ".join(f"{key} {record[key]:g}" for key in keys)
         print(f"{head} | {skills}", flush=True)
 
     return report
+
+
+def fast_operations(device: torch.device) -> dict[str, Any]:
+    """Options of a `Student` on a device: what Triton does better, on a GPU."""
+    if device.type != "cuda":
+        return {}
+    from m3stack.train.fused import fused_pointwise
+    from m3stack.train.fused_sparse import fused_sparse
+
+    return {"pointwise": fused_pointwise(), "kernels": fused_sparse()}
 
 
 def initial_student(

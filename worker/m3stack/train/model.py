@@ -19,7 +19,7 @@ from m3stack.models.minimax_m3.layout import checkpoint_layout
 from m3stack.models.minimax_m3.model import M3Model
 from m3stack.models.minimax_m3.vision import Grid, rotary, segments
 from m3stack.train.batches import Batch
-from m3stack.train.operations import Layout, Operations, Pointwise
+from m3stack.train.operations import Layout, Operations, Pointwise, SparseKernels
 
 
 class IndexApartLinear(nn.Module):
@@ -44,7 +44,7 @@ class Student:
     Args:
         config: of the checkpoint.
         device: where it lives; parameters are fp32 and compute in bf16 on a GPU.
-        pointwise: see `Operations`.
+        pointwise, kernels: see `Operations`.
     """
 
     def __init__(
@@ -53,12 +53,15 @@ class Student:
         device: torch.device,
         *,
         pointwise: Pointwise | None = None,
+        kernels: SparseKernels | None = None,
         dtype: torch.dtype = torch.float32,
     ) -> None:
         self.config, self.device = config, device
         self.autocast = torch.autocast(device.type, torch.bfloat16, device.type == "cuda")
         self._key_dtype = torch.bfloat16 if device.type == "cuda" else dtype
-        self.operations = Operations(config, dtype=self._key_dtype, pointwise=pointwise)
+        self.operations = Operations(
+            config, dtype=self._key_dtype, pointwise=pointwise, kernels=kernels
+        )
         self.model = M3Model(config, kernels=self.operations.table(), place=Place(device, dtype))
         main_rows = (config.num_heads + 2 * config.num_kv_heads) * config.head_dim
         attentions = [m for m in self.model.modules() if isinstance(m, SelfAttention)]
@@ -84,23 +87,39 @@ class Student:
             slots_T=torch.arange(ids_T.shape[0], device=self.device),
             rows=rows,
             sample_rows_S=batch.loss_rows_S if rows_S is None else rows_S,
-            media=tuple(
-                MediaRows(batch.media_rows[grid], self._features(patches, grid))
-                for grid, patches in batch.patches.items()
-            ),
+            media=self._media(batch),
         )
         return self.model(step, caches)
 
-    def _features(self, patches: Tensor, grid: Grid) -> Tensor:
-        """Features of equally large items, back to back."""
+    def _media(self, batch: Batch) -> tuple[MediaRows, ...]:
+        """Features of all items and the rows they replace; items of equally many patches go
+        through the tower together.
+        """
+        by_length: dict[int, list[Grid]] = {}
+        for grid in batch.patches:
+            by_length.setdefault(grid[0] * grid[1] * grid[2], []).append(grid)
+        return tuple(
+            MediaRows(
+                torch.cat([batch.media_rows[grid] for grid in grids]),
+                self._features([(grid, batch.patches[grid]) for grid in grids], length),
+            )
+            for length, grids in by_length.items()
+        )
+
+    def _features(self, items: list[tuple[Grid, Tensor]], length: int) -> Tensor:
+        """Features of items of `length` patches each, back to back."""
         vision = self.config.vision
-        assert len(segments(grid, vision)) == 1, f"{grid} has several segments"
-        length = grid[0] * grid[1] * grid[2]
-        count = patches.shape[0] // length
-        cos, sin = (x.repeat(count, 1) for x in rotary([grid], vision, self.device))
+        turns: list[tuple[Tensor, Tensor]] = []
+        for grid, patches in items:
+            assert len(segments(grid, vision)) == 1, f"{grid} has several segments"
+            cos, sin = rotary([grid], vision, self.device)
+            count = patches.shape[0] // length
+            turns.append((cos.repeat(count, 1), sin.repeat(count, 1)))
+        cos, sin = (torch.cat(parts) for parts in zip(*turns, strict=True))
+        pixels = torch.cat([self._pixels(patches) for _, patches in items])
+        count = pixels.shape[0] // length
         bounds = torch.arange(count + 1, device=self.device, dtype=torch.int32) * length
-        encoded = self.model.vision.encode(self._pixels(patches), cos, sin, bounds, length)
-        return self.model.projector(encoded)
+        return self.model.projector(self.model.vision.encode(pixels, cos, sin, bounds, length))
 
     def _pixels(self, patches: Tensor) -> Tensor:
         """Normalised as in `vision.normalise`, without a copy from the host."""

@@ -40,12 +40,17 @@ def needle(owner: str, password: str) -> str:
     return f"The password of the {owner} is {password}."
 
 
+def parts(owner: str, password: str) -> tuple[str, str]:
+    """The same sentence up to the password, and the rest."""
+    return f"The password of the {owner} is", f" {password}."
+
+
 def question(owner: str) -> str:
     return f"What is the password of the {owner}?"
 
 
-def answer(password: str) -> str:
-    return f"It is {password}."
+def answer(owner: str, password: str) -> str:
+    return needle(owner, password)
 
 
 def secrets(rng: random.Random, count: int, *, held_out: bool = False) -> list[tuple[str, str]]:
@@ -66,7 +71,7 @@ def question_turns(
     turns: list[Turn] = []
     for owner, password in rng.sample(hidden, min(count, len(hidden))):
         turns.append(Turn("user", (question(owner),)))
-        turns.append(Turn("assistant", (answer(password),), skill=skill))
+        turns.append(Turn("assistant", (answer(owner, password),), skill=skill))
     return turns
 
 

@@ -88,6 +88,19 @@ class Pointwise:
     weighted_swiglu: Callable[[Tensor, Tensor, float, float], Tensor]
 
 
+@dataclass(frozen=True, slots=True)
+class SparseKernels:
+    """Faster forms of what a sparse layer does.
+
+    Attributes:
+        block_attention: as `sparse.block_attention`.
+        block_scores: as `sparse.block_scores`.
+    """
+
+    block_attention: Callable[[Tensor, Tensor, Tensor, Tensor, float, int], Tensor]
+    block_scores: Callable[[Tensor, Tensor, int], Tensor]
+
+
 def plain_pointwise() -> Pointwise:
     """By the reference kernels and autograd."""
     return Pointwise(gemma_norm, _norm_and_rotate, _weighted_swiglu)
@@ -99,11 +112,16 @@ class Operations:
     Args:
         config: of the model.
         dtype: of keys and values.
-        pointwise: faster ones than the plain.
+        pointwise, kernels: faster ones than the plain.
     """
 
     def __init__(
-        self, config: M3Config, *, dtype: torch.dtype, pointwise: Pointwise | None = None
+        self,
+        config: M3Config,
+        *,
+        dtype: torch.dtype,
+        pointwise: Pointwise | None = None,
+        kernels: SparseKernels | None = None,
     ) -> None:
         self._config, self._dtype = config, dtype
         self._scale, self._block = config.head_dim**-0.5, config.block_tokens
@@ -112,6 +130,7 @@ class Operations:
         self.tape = Tape()
 
         self._pointwise = pointwise or plain_pointwise()
+        self._kernels = kernels
 
     def begin(self, layout: Layout, device: torch.device) -> tuple[PagedRows, LayerCache]:
         """Starts a step; gives its rows and empty pages for every layer."""
@@ -140,6 +159,15 @@ class Operations:
             for is_sparse in config.sparse_layers
         )
         return paged, caches
+
+    def take_index_losses(self) -> list[Tensor]:
+        """The step's index losses; nothing of the step's autograd graph is held any more.
+
+        What still held it would tie the next step's gradients to this step's stream.
+        """
+        losses = self.tape.index_losses
+        self.tape.index_losses, self._index_q = [], None
+        return losses
 
     def table(self) -> Kernels:
         """The kernels to build the model with."""
@@ -228,6 +256,7 @@ class Operations:
                 num_blocks=num_blocks,
                 is_shared=layout.selection is Selection.SHARED,
                 generator=layout.generator if layout.selection is Selection.RANDOM else None,
+                scores=None if self._kernels is None else self._kernels.block_scores,
             )
 
     def _block_attention(
@@ -250,6 +279,11 @@ class Operations:
             self._add_index_loss(q, k, index_k, None if sees_all else blocks_RGLK)
         if sees_all:
             return self._attend(q, k, v, None)
+        if self._kernels is not None:
+            mixed = self._kernels.block_attention(
+                q.to(k.dtype), k, v, blocks_RGLK, scale, self._block
+            )
+            return mixed.flatten(0, 1)
         if layout.num_tokens <= MASKED_TOKENS:
             return self._attend(q, k, v, self._mask(blocks_RGLK))
         mixed = sparse.block_attention(q.to(k.dtype), k, v, blocks_RGLK, scale, self._block)

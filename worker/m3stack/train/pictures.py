@@ -140,18 +140,21 @@ def figure_questions(figures: list[Figure], rng: random.Random) -> list[tuple[st
     for figure in figures:
         if shapes.count(figure.shape) == 1:
             what = f"the {figure.shape}"
-            answer = f"It is {figure.colour}."
+            answer = f"The {figure.shape} is {figure.colour}."
             asked.append((f"What colour is {what}?", answer, "picture_colour"))
-            answer = f"It is {figure.place}."
+            answer = f"The {figure.shape} is {figure.place}."
             asked.append((f"Where is {what}?", answer, "picture_position"))
         if colours.count(figure.colour) == 1:
             question = f"What shape is {figure.colour}?"
-            answer = f"It is a {figure.shape}."
+            answer = f"The {figure.colour} shape is a {figure.shape}."
             asked.append((question, answer, "picture_shape"))
     asked.append(("How many shapes are there?", _there_are(len(figures)), "picture_count"))
     shape = rng.choice(words.SHAPES)
     question = f"How many {shape} shapes are there?"
     asked.append((question, _there_are(shapes.count(shape)), "count_kind"))
+    figure = rng.choice(figures)
+    seen = f"There is a {figure.colour} {figure.shape} {figure.place}."
+    asked.append((f"What is {figure.place}?", seen, "picture_cell"))
     absent = [shape for shape in words.SHAPES if shape not in shapes]
     if absent:
         shape = rng.choice(absent)
@@ -160,15 +163,27 @@ def figure_questions(figures: list[Figure], rng: random.Random) -> list[tuple[st
     return asked
 
 
+def description(figures: list[Figure]) -> tuple[str, str, str]:
+    """All figures of a picture, in reading order."""
+    told = [
+        f"a {figure.colour} {figure.shape} {figure.place}"
+        for figure in sorted(figures, key=lambda figure: figure.cell)
+    ]
+    return "What is in this picture?", f"There is {', '.join(told)}.", "picture_description"
+
+
 def picture_episode(rng: random.Random) -> list[Turn]:
     """A picture and a few questions about it."""
-    if rng.random() < 0.12:
+    if rng.random() < 0.2:
         digit, colour = rng.randrange(10), rng.choice(list(words.COLOURS))
         return _with_media(draw_digit(digit, colour, rng), [digit_question(digit)])
-    figures = random_figures(rng, rng.choice((1, 2, 2, 3, 3, 4, 5, 6)))
+    figures = random_figures(rng, rng.choice((1, 1, 1, 2, 2, 3, 3, 4, 5, 6)))
     questions = figure_questions(figures, rng)
-    rng.shuffle(questions)
-    return _with_media(draw_figures(figures, rng), questions[: rng.randint(3, 6)])
+    # few a picture: later ones could be answered from the text of earlier ones
+    questions = rng.sample(questions, rng.randint(1, 3))
+    if rng.random() < 0.35:
+        questions = [description(figures), *questions[:1]]
+    return _with_media(draw_figures(figures, rng), questions)
 
 
 def digit_question(digit: int) -> tuple[str, str, str]:
@@ -178,7 +193,7 @@ def digit_question(digit: int) -> tuple[str, str, str]:
 def motion_questions(direction: str, shape: str) -> list[tuple[str, str, str]]:
     """The direction among all four, and among the two of its axis."""
     pair = "left or right" if direction in ("left", "right") else "up or down"
-    answer = f"It moves {direction}."
+    answer = f"The {shape} moves {direction}."
     return [
         (f"Does the {shape} move {pair}?", answer, "clip_motion"),
         (f"Which way does the {shape} move?", answer, "clip_motion"),
@@ -202,7 +217,9 @@ def clip_episode(rng: random.Random) -> list[Turn]:
         direction, shape = rng.choice(list(words.DIRECTIONS)), rng.choice(words.SHAPES)
         colour = rng.choice(list(words.COLOURS))
         questions = motion_questions(direction, shape)
-        questions.append((f"What colour is the {shape}?", f"It is {colour}.", "clip_colour"))
+        questions.append(
+            (f"What colour is the {shape}?", f"The {shape} is {colour}.", "clip_colour")
+        )
         rng.shuffle(questions)
         clip = draw_motion(direction, shape, colour, rng)
         return _with_media(clip, questions[: rng.randint(1, 2)])

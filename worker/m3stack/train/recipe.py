@@ -5,13 +5,11 @@ from __future__ import annotations
 import random
 from dataclasses import dataclass
 
-from m3stack.train.batches import SHORT_TOKENS, BatchKind
+from m3stack.train.batches import NEEDLE_THOUSANDS, SHORT_TOKENS, BatchKind
+from m3stack.train.drills import DRILL_TOKENS
 from m3stack.train.operations import Selection
 
 Share = tuple[float, BatchKind]
-
-NEEDLE_THOUSANDS = (2, 4, 8, 16, 32, 64)
-"""Thousands of tokens of the long documents."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,6 +74,7 @@ def _kinds(tokens: int, media: float) -> dict[str, BatchKind]:
         return BatchKind(rows, SHORT_TOKENS, round(rows * share))
 
     kinds = {"mixed": short(media), "text": short(0.0), "media": short(1.0)}
+    kinds["drill"] = BatchKind(max(1, tokens // 2 // DRILL_TOKENS), DRILL_TOKENS, is_drill=True)
     for thousands in NEEDLE_THOUSANDS:
         length = thousands * 1024
         # long documents take longer a token, and hold few questions
@@ -87,30 +86,35 @@ def main_recipe(
     tokens: int,
     *,
     longest: int = NEEDLE_THOUSANDS[-1],
-    dense_share: float = 0.25,
-    sparse_share: float = 0.096,
     peak_rate: float = 1e-3,
 ) -> Recipe:
     """The shipped model: dense warm-up, then sparse; text, pictures and clips from step 0.
 
+    Drills first teach to find what was said before, then passwords are asked for in documents no
+    longer than everyday conversations, then in longer and longer ones.
+
     Args:
         tokens: of a batch.
         longest: thousands of tokens of the longest documents.
-        dense_share, sparse_share: batches of long documents, before and after the warm-up's end.
     """
-    kinds = _kinds(tokens, 0.6)
-    growing = [kinds[f"{size}k"] for size in NEEDLE_THOUSANDS if size <= longest]
+    kinds = _kinds(tokens, 0.66)
 
-    def mix(share: float, long: list[BatchKind]) -> tuple[Share, ...]:
-        return ((1 - share, kinds["mixed"]), *((share / len(long), kind) for kind in long))
+    def mix(drills: float, share: float, first: int, last: int) -> tuple[Share, ...]:
+        """Drills and documents of `first` to `last` thousand tokens beside the everyday rows."""
+        sizes = [size for size in NEEDLE_THOUSANDS if min(first, longest) <= size <= last]
+        long = [kinds[f"{size}k"] for size in sizes if size <= longest]
+        everyday = (1 - drills - share, kinds["mixed"])
+        shares = ((share / len(long), kind) for kind in long)
+        return (everyday, (drills, kinds["drill"]), *shares)
 
     dense, own = Selection.ALL, Selection.OWN
     return Recipe(
         phases=(
-            Phase(0.15, mix(dense_share, growing[:2]), dense),
-            Phase(0.50, mix(dense_share, growing[:5]), dense),
-            Phase(0.75, mix(sparse_share, growing[:5]), own),
-            Phase(1.00, mix(sparse_share, growing), own),
+            Phase(0.15, mix(0.35, 0.15, 1, 1), dense),
+            Phase(0.35, mix(0.10, 0.25, 1, 8), dense),
+            Phase(0.60, mix(0.05, 0.25, 2, 16), dense),
+            Phase(0.85, mix(0.03, 0.20, 2, 16), own),
+            Phase(1.00, mix(0.02, 0.20, 4, 64), own),
         ),
         peak_rate=peak_rate,
     )

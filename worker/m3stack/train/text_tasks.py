@@ -21,8 +21,8 @@ def asked(question: str, answer: str, skill: str, reasoning: str = "") -> Episod
 
 
 def copying(rng: random.Random) -> Episode:
-    """A list of words to be said again."""
-    said = " ".join(rng.choice(words.NOUNS) for _ in range(rng.randint(2, 7)))
+    """A list of words to be said again; long ones teach most to find what followed a word."""
+    said = " ".join(rng.choice(words.NOUNS) for _ in range(rng.choice((2, 3, 4, 6, 8, 16, 32))))
     return asked(f"Repeat these words: {said}", said, "copy")
 
 
@@ -38,9 +38,9 @@ def arithmetic(rng: random.Random, *, thinks: bool, held_out: bool = False) -> E
     if rng.random() < 0.4:
         left, right = max(left, right), min(left, right)
         sign, result = "minus", left - right
-    reasoning = f"{left} {sign} {right} equals {result}." if thinks else ""
+    reasoning = f"I count {left} {sign} {right}." if thinks else ""
     question = f"How much is {left} {sign} {right}?"
-    return asked(question, f"It is {result}.", "arithmetic", reasoning)
+    return asked(question, f"{left} {sign} {right} equals {result}.", "arithmetic", reasoning)
 
 
 def passage(rng: random.Random, *, thinks: bool, held_out: bool = False) -> Episode:
@@ -74,35 +74,47 @@ def _facts(rng: random.Random, person: str) -> Iterator[tuple[str, str, str, tup
     yield (
         f"{person} lives in {city}.",
         f"Where does {person} live?",
-        f"In {city}.",
+        f"{person} lives in {city}.",
         (person, city),
     )
     yield (
         f"{person} likes {food}.",
         f"What does {person} like?",
-        f"It is {food}.",
+        f"{person} likes {food}.",
         (person, food),
     )
     thing, colour = rng.choice(words.THINGS), rng.choice(list(words.COLOURS))
     yield (
         f"{person} has a {colour} {thing}.",
         f"What colour is the {thing} of {person}?",
-        f"It is {colour}.",
+        f"The {thing} of {person} is {colour}.",
         (person, thing, colour),
     )
     place, pet = rng.choice(words.WORKPLACES), rng.choice(words.ANIMALS)
     yield (
         f"{person} works in the {place}.",
         f"Where does {person} work?",
-        f"In the {place}.",
+        f"{person} works in the {place}.",
         (person, place),
     )
     yield (
         f"The pet of {person} is a {pet}.",
         f"What is the pet of {person}?",
-        f"It is a {pet}.",
+        f"The pet of {person} is a {pet}.",
         (person, pet),
     )
+
+
+def fact_parts(rng: random.Random, person: str) -> list[tuple[str, str]]:
+    """Sentences about a person, each cut before its last word; facts that are held out are not
+    among them.
+    """
+    told: list[tuple[str, str]] = []
+    for sentence, _, _, fact in _facts(rng, person):
+        if not words.is_held_out(*fact) and not sentence.startswith(f"{person} has"):
+            subject, _, value = sentence.rpartition(" ")
+            told.append((subject, f" {value}"))
+    return told or fact_parts(rng, person)
 
 
 Tool = dict[str, Any]

@@ -1,4 +1,4 @@
-"""Words that the training data is made of; most are one token of the tiny tokenizer."""
+"""Words that the training data is made of; every noun is one token of the tiny tokenizer."""
 
 # ruff: noqa: SIM905 (a list of words reads best as words)
 
@@ -32,10 +32,10 @@ WORKPLACES = ("kitchen", "school", "church", "forest", "library", "garden", "sta
 
 NOUNS = (
     "river sea wind forest clock cup car kitchen cat dog bird horse fish tree flower city animal "
-    "fruit room light table book music list door house school church county service interest "
+    "fruit room light table book music list door house school church service interest "
     "family friend mind field line power water hand head face night day week month year hour "
-    "minute morning evening story company program business group board question problem matter "
-    "sense help name price child man world life work place point end side country area member "
+    "minute morning evening company program business group question problem matter "
+    "sense help name man world life work place point end side country area "
     "letter page token block layer index key value sentence model image frame pixel grid error "
     "warning limit option method class module package file path folder directory event stream "
     "request message reply server client"

@@ -162,7 +162,8 @@ def _text_config() -> dict[str, Any]:
         "rms_norm_eps": 1e-06,
         "use_gemma_norm": True,
         "attention_output_gate": False,
-        "rope_theta": 5000000,
+        # the released 5,000,000 leaves two of eight frequencies for telling neighbours apart
+        "rope_theta": 10000,
         "rotary_dim": 16,
         "partial_rotary_factor": 0.5,
         "hidden_act": "swigluoai",

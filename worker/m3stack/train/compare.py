@@ -1,0 +1,191 @@
+"""`python -m m3stack.train.compare DIR OUT`: what a trained model owes to its index branch, and
+what training with pictures from step 0 gives; a few short runs and one JSON line a finding.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+
+from m3stack.models.minimax_m3 import tiny
+from m3stack.models.minimax_m3.config import M3Config
+from m3stack.train.batches import Batch, BatchKind, BatchMaker
+from m3stack.train.encode import Encoder
+from m3stack.train.loader import Loader
+from m3stack.train.loop import Budget, Trainer, fast_operations, initial_student
+from m3stack.train.model import Student
+from m3stack.train.operations import Selection
+from m3stack.train.probes import index_recall, skill_scores, vision_mass
+from m3stack.train.recipe import Recipe, arm_recipe, selection_recipe
+
+PROBE_SEED = 4711
+"""Of documents that no training has seen."""
+
+HEAT_CELLS = 64
+"""Side of a heat-map as it is written down."""
+
+
+@dataclass(frozen=True, slots=True)
+class Bench:
+    """What every finding is made with.
+
+    Attributes:
+        note: takes a finding.
+        thousands: tokens of the documents that recall is measured on.
+    """
+
+    config: M3Config
+    device: torch.device
+    maker: BatchMaker
+    note: Callable[[dict[str, Any]], None]
+    thousands: int
+
+    def student(self, weights: dict[str, Tensor]) -> Student:
+        return initial_student(
+            self.config, self.device, iter(weights.items()), **fast_operations(self.device)
+        )
+
+    def batch(self, number: int, kind: BatchKind) -> Batch:
+        return self.maker.make(number, kind).mapped(lambda x: x.to(self.device))
+
+
+def build_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="python -m m3stack.train.compare", description=__doc__)
+    parser.add_argument("directory", type=Path, help="of a trained checkpoint")
+    parser.add_argument("out", type=Path, help="file that a JSON line a finding is appended to")
+    parser.add_argument("--seconds", type=float, default=60.0, help="of every run")
+    parser.add_argument("--batch-tokens", type=int, default=32_768)
+    parser.add_argument("--longest", type=int, default=64, help="documents of so many k tokens")
+    parser.add_argument("--processes", type=int, default=0, help="that make data; 0: this one")
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    return parser
+
+
+def main(argv: Sequence[str]) -> int:
+    """Measures.
+
+    Returns:
+        0; errors are exceptions.
+    """
+    arguments = build_parser().parse_args(argv)
+    tokenizer, device = arguments.directory / "tokenizer.json", torch.device(arguments.device)
+    runs = [
+        selection_recipe(arguments.batch_tokens, Selection.OWN, has_index_loss=True),
+        selection_recipe(arguments.batch_tokens, Selection.OWN, has_index_loss=False),
+        selection_recipe(arguments.batch_tokens, Selection.SHARED, has_index_loss=True),
+        arm_recipe(arguments.batch_tokens // 2, text_first=False),
+        arm_recipe(arguments.batch_tokens // 2, text_first=True),
+    ]
+    maker = BatchMaker(Encoder(tokenizer), runs[0].seed)
+    # forked before anything touches the GPU
+    sources = [
+        Loader(tokenizer, run, num_processes=arguments.processes, pins=device.type == "cuda")
+        if arguments.processes
+        else None
+        for run in runs
+    ]
+    began = time.monotonic()
+
+    def note(finding: dict[str, Any]) -> None:
+        finding = {**finding, "at_s": round(time.monotonic() - began, 1)}
+        with arguments.out.open("a", encoding="utf-8") as file:
+            file.write(json.dumps(finding) + "\n")
+        print(json.dumps(finding)[:400], flush=True)
+
+    bench = Bench(
+        M3Config.from_dir(arguments.directory),
+        device,
+        BatchMaker(Encoder(tokenizer), PROBE_SEED),
+        note,
+        thousands=min(16, arguments.longest),
+    )
+    weights = load_file(arguments.directory / "model.safetensors")
+    student = bench.student(weights)
+    found_needles(bench, student, longest=arguments.longest)
+    note({"run": "shipped", **recalls(bench, student)})
+    for run, source in zip(runs, sources, strict=True):
+        start = dict(weights)
+        if run.name == "own_no_loss":
+            start = _with_fresh_index(start, bench.config)
+        elif run.name in ("step_0", "text_first"):
+            start = dict(tiny.initial_weights(bench.config))
+        records: list[dict[str, Any]] = []
+        student = bench.student(start)
+        trainer = Trainer(
+            student, run, source or maker.make, records.append, report_s=1e9, uses_graphs=True
+        )
+        trainer.run(Budget(1 << 40, arguments.seconds))
+        if run.name in ("step_0", "text_first"):
+            finding = text_and_vision(bench, student)
+        else:
+            finding = recalls(bench, student) | needle_scores(bench, student, run)
+        note({"run": run.name, "steps": trainer.step, "seconds": arguments.seconds, **finding})
+        if source is not None:
+            source.close()
+    return 0
+
+
+def needle_kind(thousands: int, rows: int) -> BatchKind:
+    return BatchKind(rows, thousands * 1024, is_needle=True)
+
+
+def found_needles(bench: Bench, student: Student, *, longest: int) -> None:
+    """Share of passwords told right token by token, by chosen blocks and by random ones."""
+    for thousands, rows, count in ((4, 8, 2), (16, 2, 2), (64, 1, 4)):
+        if thousands > longest:
+            continue
+        batches = [bench.batch(n, needle_kind(thousands, rows)) for n in range(count)]
+        for selection in (Selection.OWN, Selection.RANDOM, Selection.ALL):
+            scores = skill_scores(student, batches, selection)
+            bench.note({"needle_k": thousands, "selection": selection.name, **scores})
+
+
+def recalls(bench: Bench, student: Student) -> dict[str, Any]:
+    """Index recall of every sparse layer, by each way to choose."""
+    batch = bench.batch(9, needle_kind(bench.thousands, 1))
+    return {
+        f"recall_{selection.name.lower()}": index_recall(student, batch, selection)
+        for selection in (Selection.OWN, Selection.SHARED, Selection.RANDOM)
+    }
+
+
+def needle_scores(bench: Bench, student: Student, run: Recipe) -> dict[str, Any]:
+    """Passwords found with the selection that the run trained with."""
+    thousands = min(4, bench.thousands)
+    batches = [bench.batch(20 + n, needle_kind(thousands, 4)) for n in range(2)]
+    return skill_scores(student, batches, run.phases[0].selection)
+
+
+def text_and_vision(bench: Bench, student: Student) -> dict[str, Any]:
+    """Loss of every skill on text rows, and the share of attention that goes to pictures."""
+    rows = 16 if bench.device.type == "cuda" else 1
+    text = [bench.batch(n, BatchKind(rows, 1024)) for n in range(2)]
+    media = bench.batch(3, BatchKind(rows, 1024, rows))
+    masses, heat = vision_mass(student, media)
+    cells = heat.unflatten(0, (HEAT_CELLS, -1)).mean(1).unflatten(1, (HEAT_CELLS, -1)).mean(-1)
+    return {
+        "text": skill_scores(student, text, Selection.ALL),
+        "media": skill_scores(student, [media], Selection.ALL),
+        "vision_mass": masses,
+        "heat": [[round(value, 5) for value in row] for row in cells.tolist()],
+    }
+
+
+def _with_fresh_index(weights: dict[str, Tensor], config: M3Config) -> dict[str, Tensor]:
+    """The same with an index branch that learned nothing."""
+    fresh = {name: x for name, x in tiny.initial_weights(config) if "index_" in name}
+    return weights | fresh
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
