@@ -12,6 +12,7 @@ from tokenizers import Tokenizer
 
 import m3stack
 from m3stack.engine.grammar import GrammarCompiler, Vocabulary
+from m3stack.errors import ErrorKind, WorkerError
 from m3stack.types import Constraint, ConstraintKind
 
 CHECKPOINT = Path(m3stack.__file__).parent / "checkpoints" / "tiny"
@@ -73,3 +74,15 @@ def test_the_name_of_a_control_token_may_be_text(compiler: GrammarCompiler, name
 def test_only_an_id_means_a_control_token(compiler: GrammarCompiler) -> None:
     mark = IDS["]<]minimax[>["]
     assert a_word_of(compiler, ConstraintKind.LARK, f'start: <[{mark}]> "a"')[0] == mark
+
+
+def test_a_schema_that_requires_itself_is_refused_with_the_reason(
+    compiler: GrammarCompiler,
+) -> None:
+    node = {"type": "object", "properties": {"next": {"$ref": "#"}}, "required": ["next"]}
+    future = compiler.submit(Constraint(ConstraintKind.JSON_SCHEMA, json.dumps(node)))
+    with pytest.raises(WorkerError, match="no answer would end") as refused:
+        future.result(timeout=60)
+    assert refused.value.kind is ErrorKind.INVALID_REQUEST
+    may_end = json.dumps(node | {"required": []})
+    assert compiler.submit(Constraint(ConstraintKind.JSON_SCHEMA, may_end)).result(timeout=60)

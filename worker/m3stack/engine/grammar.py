@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from m3stack.engine.endless import is_endless
 from m3stack.errors import ErrorKind, WorkerError
 from m3stack.types import Constraint, ConstraintKind
 
@@ -181,6 +182,8 @@ def _source(matcher: Any, kind: ConstraintKind, text: str) -> str:
         return matcher.grammar_from_regex(text)
     if kind is ConstraintKind.LARK:
         return matcher.grammar_from_lark(text)
+    if is_endless(_parsed(text)):
+        raise ValueError("every value it allows requires another one within: no answer would end")
     # overrides stand in an object: these two have none
     text = {"true": "{}", "false": '{"enum":[]}'}.get(text.strip(), text)
     return matcher.grammar_from_json_schema(
@@ -193,6 +196,14 @@ def _source(matcher: Any, kind: ConstraintKind, text: str) -> str:
             "coerce_one_of": False,
         },
     )
+
+
+def _parsed(text: str) -> object:
+    """The schema, or what has nothing to be found in it: complaints are the compiler's."""
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError):
+        return True
 
 
 def _holds_token(mask: np.ndarray, vocabulary: Vocabulary) -> bool:
