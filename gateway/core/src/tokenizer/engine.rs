@@ -52,6 +52,7 @@ pub(super) fn build(mut json: Value, choice: EngineChoice) -> Result<BuiltEngine
         return Ok(BuiltEngine { encoder: Box::new(Reference(reference)), affixes, refusal: None });
     }
     json["post_processor"] = Value::Null;
+    let can_cut = splits_after_newlines(&json["pre_tokenizer"]);
     // a large vocabulary takes seconds to open, so both engines are opened side by side
     let (reference, fast) = std::thread::scope(|scope| {
         let fast = scope.spawn(|| fastokens::Tokenizer::from_json(json));
@@ -63,7 +64,7 @@ pub(super) fn build(mut json: Value, choice: EngineChoice) -> Result<BuiltEngine
     let fast = match fast {
         Ok(Ok(mut fast)) => {
             fast.enable_segment_cache(SEGMENT_CACHE_BYTES);
-            checked(Fast(fast), &reference)
+            checked(Fast { tokenizer: fast, can_cut }, &reference)
         }
         Ok(Err(error)) => Err(error.to_string()),
         Err(_) => Err("fastokens failed while opening".to_owned()),
@@ -106,7 +107,11 @@ impl OrdinaryEncoder for Reference {
     }
 }
 
-struct Fast(fastokens::Tokenizer);
+struct Fast {
+    tokenizer: fastokens::Tokenizer,
+    /// Long texts may be cut where no token can cross.
+    can_cut: bool,
+}
 
 impl OrdinaryEncoder for Fast {
     fn name(&self) -> &'static str {
@@ -114,12 +119,54 @@ impl OrdinaryEncoder for Fast {
     }
 
     fn encode(&self, text: &str) -> Result<Vec<u32>, String> {
+        let pieces = if self.can_cut { pieces(text) } else { vec![text] };
+        let segments: Vec<_> = pieces.into_iter().map(fastokens::EncodeSegment::ordinary).collect();
         // through this door, unlike the others, a single segment is remembered
-        self.0
-            .encode_segments(&[fastokens::EncodeSegment::ordinary(text)])
-            .map_err(|error| error.to_string())
+        self.tokenizer.encode_segments(&segments).map_err(|error| error.to_string())
     }
 }
+
+/// Least size of a piece: small enough that a long prompt which differs from an earlier one at its
+/// end is remembered up to there, large enough that looking pieces up costs nothing.
+const PIECE_BYTES: usize = 8 * 1024;
+
+/// Cuts a long text where no token can cross: before a visible ASCII byte that begins a line. The
+/// same beginning is cut the same way, whatever follows it.
+fn pieces(text: &str) -> Vec<&str> {
+    let mut pieces = Vec::with_capacity(text.len() / PIECE_BYTES + 1);
+    let mut rest = text;
+    while rest.len() > 2 * PIECE_BYTES {
+        let bytes = rest.as_bytes();
+        let begins_a_line = |at: &usize| bytes[at - 1] == b'\n' && bytes[*at].is_ascii_graphic();
+        let Some(at) = (PIECE_BYTES..rest.len()).find(begins_a_line) else { break };
+        let (piece, tail) = rest.split_at(at);
+        pieces.push(piece);
+        rest = tail;
+    }
+    pieces.push(rest);
+    pieces
+}
+
+/// Whether a pre-tokenizer is the one of M3, of which the cuts are known to be right: a newline
+/// ends a word, and what may follow it in the same word is white space only.
+fn splits_after_newlines(pre_tokenizer: &Value) -> bool {
+    let parts = pre_tokenizer["pretokenizers"].as_array().map_or(&[][..], Vec::as_slice);
+    let [split, bytes] = parts else { return false };
+    split["type"] == "Split"
+        && split["pattern"]["Regex"] == WORDS
+        && split["behavior"] == "Isolated"
+        && split["invert"] == false
+        && bytes["type"] == "ByteLevel"
+        && bytes["add_prefix_space"] == false
+        && bytes["use_regex"] == false
+}
+
+/// Source: `tokenizer.json` of the built-in checkpoint, which has the layout of M3.
+const WORDS: &str = concat!(
+    r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+(?i:'s|'t|'re|'ve|'m|'ll|'d)?",
+    r"|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*(?i:'s|'t|'re|'ve|'m|'ll|'d)?",
+    r"|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+);
 
 /// What the post-processor puts before and after a text.
 fn affixes(tokenizer: &tokenizers::Tokenizer) -> Result<(Vec<u32>, Vec<u32>), String> {
@@ -170,4 +217,40 @@ fn check_corpus() -> Vec<String> {
     }
     texts.push(PIECES.concat());
     texts
+}
+
+#[cfg(test)]
+mod tests {
+    use super::{PIECE_BYTES, pieces, splits_after_newlines};
+
+    #[test]
+    fn a_common_beginning_is_cut_alike() {
+        let lines: String = (0..4000).map(|number| format!("line {number}\n\n  more\n")).collect();
+        let (one, other) = (format!("{lines}x"), format!("{lines}y\nz"));
+        let (cut, again) = (pieces(&one), pieces(&other));
+        assert!(cut.len() > 5);
+        assert_eq!(cut[..cut.len() - 1], again[..cut.len() - 1]);
+        assert_eq!(cut.concat(), one);
+        for piece in &cut[1..] {
+            assert!(piece.starts_with("line"), "{piece:.20}");
+        }
+        assert!(cut[..cut.len() - 1].iter().all(|piece| piece.len() >= PIECE_BYTES));
+    }
+
+    #[test]
+    fn a_text_without_lines_stays_whole() {
+        let text = "no end ".repeat(10_000);
+        assert_eq!(pieces(&text), [&text]);
+    }
+
+    #[test]
+    fn only_the_pre_tokenizer_of_m3_is_known_to_split_so() {
+        let folder = crate::checkpoint::tests::tiny_dir();
+        let text = std::fs::read(folder.join("tokenizer.json")).unwrap();
+        let mut json: serde_json::Value = serde_json::from_slice(&text).unwrap();
+        assert!(splits_after_newlines(&json["pre_tokenizer"]));
+        json["pre_tokenizer"]["pretokenizers"][0]["behavior"] = "MergedWithNext".into();
+        assert!(!splits_after_newlines(&json["pre_tokenizer"]));
+        assert!(!splits_after_newlines(&serde_json::Value::Null));
+    }
 }

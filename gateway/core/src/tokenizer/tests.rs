@@ -239,3 +239,39 @@ fn the_fast_engine_is_refused_if_it_differs() {
     assert!(tokenizer.fast_engine_refusal().is_some());
     assert!(Tokenizer::build(json, &[], EngineChoice::Fast).is_err());
 }
+
+proptest! {
+    #![proptest_config(ProptestConfig::with_cases(12))]
+
+    /// Long texts are encoded in pieces; where a word could reach over a line's end, they are not
+    /// cut. Each text comes twice, and with another end: remembered pieces are the same pieces.
+    #[test]
+    fn long_texts_are_what_the_reference_makes_of_them(
+        lines in vec(
+            prop_oneof![
+                4 => "[a-zA-Z0-9 ,.'()]{0,90}",
+                2 => proptest::sample::select(vec![
+                    "", " ", "\t", "\r", "  x", "'s", "\u{a0}", "\u{2028}y", "é", "北京", "};", "\r\n",
+                    "\u{301}a", "1234567", "...", "//", "\u{85}", " \u{3000}",
+                ]).prop_map(str::to_owned),
+                1 => any::<String>(),
+            ],
+            900..1400,
+        ),
+        ends in vec(proptest::sample::select(vec!["\n", "\n\n", "\r\n", "\n \n", " \n", "\n\t"]), 7),
+    ) {
+        let tokenizer = tiny_model().prompt_builder.tokenizer();
+        let mut text = String::new();
+        for (place, line) in lines.iter().enumerate() {
+            text.push_str(line);
+            text.push_str(ends[place % ends.len()]);
+        }
+        let ordinary = Tokenizer::build(tiny_json(), &[], EngineChoice::Reference).unwrap();
+        for text in [&text, &text, &format!("{text}and on")] {
+            prop_assert_eq!(
+                tokenizer.encode_ordinary(text).unwrap(),
+                ordinary.encode_ordinary(text).unwrap()
+            );
+        }
+    }
+}
