@@ -25,6 +25,7 @@ from m3stack.engine.constraints import ConstraintBook
 from m3stack.engine.encoder import Encoder
 from m3stack.engine.grammar import GrammarCompiler, Vocabulary
 from m3stack.engine.inputs import InputBuilder
+from m3stack.engine.pace import Pace
 from m3stack.engine.runner import ModelRunner
 from m3stack.engine.sampler import Sampler
 from m3stack.engine.scheduler import Scheduler, SchedulerLimits
@@ -240,6 +241,7 @@ class Stack:
         host_slots: int = 0,
         restore_cost: int = 0,
         segment_patches: int = NO_SEGMENTS,
+        pace: Pace | None = None,
     ) -> None:
         shape = PageShape((True, False), 1, 1, 1, PAGE, torch.float32)
         self.pool = KvPool(shape, num_pages, CPU)
@@ -269,4 +271,4 @@ class Stack:
         self.limits = limits or SchedulerLimits(
             max_batch_tokens=16, max_sequences=4, max_encode_patches=64
         )
-        self.scheduler = Scheduler(self.limits, self.pages, self.media)
+        self.scheduler = Scheduler(self.limits, self.pages, self.media, pace)

@@ -7,6 +7,7 @@ import random
 import pytest
 
 from m3stack.cache.host import CopyDirection
+from m3stack.engine.pace import Pace, PaceLimits
 from m3stack.engine.scheduler import SchedulerLimits
 from m3stack.types import Failed, Finished, Request, Tokens
 from tests.worker.engine.engine_harness import EngineHarness
@@ -90,6 +91,8 @@ def test_random_requests_with_cancels_and_faults_end_once_and_leave_nothing(
         media_budget=1200,
         host_slots=30,
         segment_patches=2,
+        # steps of a made-up runner take next to no time: what a step may hold is nearly random
+        pace=Pace(PaceLimits(1.5, min_tokens=2)) if is_ahead else None,
     )
     assert stack.copier is not None
     copy_faults = random.Random(count + 1)
