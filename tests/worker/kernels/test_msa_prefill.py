@@ -16,6 +16,7 @@ if not torch.cuda.is_available():
 
 triton = pytest.importorskip("triton")
 
+from m3stack.bench.kernels.batches import BatchShape, make_batch  # noqa: E402
 from m3stack.bench.kernels.prefill_selections import rolling_selection  # noqa: E402
 from m3stack.kernels.interface import NO_BLOCK, LayerPages, PagedRows  # noqa: E402
 from m3stack.kernels.msa import reference  # noqa: E402
@@ -31,6 +32,7 @@ from m3stack.kernels.msa.prefill.lists import (  # noqa: E402
     tile_union,
 )
 from m3stack.kernels.msa.prefill.row_tiles import cut_tiles  # noqa: E402
+from m3stack.kernels.msa.prefill.with_cuda import HEADS_PER_GROUP, CudaPrefill  # noqa: E402
 
 # the interpreter turns one-element arrays into loop bounds
 pytestmark = pytest.mark.filterwarnings("ignore:Conversion of an array:DeprecationWarning")
@@ -334,3 +336,27 @@ def test_the_portable_kernels_compile_to_warpgroup_products(tmp_path):
     assert int(report["score_span"][2]) > 0, report
     assert int(report["attend_unions"][2]) > 0, report
     assert int(report["score_span"][4]) == 0, report
+
+
+class FullGroups(CudaPrefill):
+    """The reference in the place of the kernels, which serve whole groups of heads only."""
+
+    def __init__(self) -> None:
+        pass
+
+    def block_attention(self, q_THD, pages, blocks_GTK, rows, scale):
+        if q_THD.shape[1] != blocks_GTK.shape[0] * HEADS_PER_GROUP:
+            return super().block_attention(q_THD, pages, blocks_GTK, rows, scale)
+        return reference.block_attention(q_THD, pages, blocks_GTK, rows, scale)
+
+
+@pytest.mark.parametrize("heads", [1, 8, 16])
+def test_groups_of_fewer_heads_are_filled_up_and_emptied_again(heads):
+    shape = BatchShape(seq_lens=(300, 0, 70), num_rows=(5, 1, 3), groups=2, heads_per_group=heads)
+    batch = make_batch(shape, device=DEVICE, seed=5, dtype=torch.float32)
+    blocks_GTK = rolling_selection(batch.rows, 9, 2, 1, seed=6)
+    inputs = (batch.pages, blocks_GTK, batch.rows, 128**-0.5)
+    actual = FullGroups().block_attention(batch.q_THD, *inputs)
+    expected = reference.block_attention(batch.q_THD, *inputs)
+    # fp32 on both sides; more heads are summed in another order
+    torch.testing.assert_close(actual, expected, rtol=0.0, atol=1e-5)
