@@ -1,5 +1,6 @@
 //! A reply in the making: one call to a worker a sample, its tokens read as they come.
 
+use std::pin::Pin;
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -13,6 +14,7 @@ use gateway_core::output::ReplyFolder;
 use gateway_core::routing::Demand;
 use tokio::sync::watch;
 use tokio::time::Instant;
+use tokio_util::sync::WaitForCancellationFutureOwned;
 
 use crate::admission::{ByteLease, Permit};
 use crate::app::App;
@@ -143,6 +145,8 @@ pub struct SampleTokens {
 /// uploads, fetches, child processes, permit and leases.
 pub struct Reply {
     app: Arc<App>,
+    /// Kept from step to step: making one costs more than asking it.
+    abort: Pin<Box<WaitForCancellationFutureOwned>>,
     steps: SelectAll<BoxStream<'static, Result<ReplyStep, GatewayError>>>,
     clock: Clock,
     timing: Timing,
@@ -182,6 +186,7 @@ impl Reply {
         permit.charge(usage.prompt_tokens);
         Self {
             app: Arc::clone(app),
+            abort: Box::pin(app.abort.clone().cancelled_owned()),
             steps,
             clock: Clock { first: None, is_over: false },
             timing: Timing { media, ..Timing::default() },
@@ -219,7 +224,7 @@ impl Reply {
         let step = tokio::select! {
             biased;
             step = self.steps.next() => step,
-            () = self.app.abort.cancelled() => Some(Err(GatewayError::new(
+            () = &mut self.abort => Some(Err(GatewayError::new(
                 ErrorKind::Draining,
                 "the gateway is shutting down and has no time left for this request",
             ))),

@@ -52,10 +52,19 @@ where
 /// # Errors
 /// What keeps the gateway from starting.
 pub fn run(config: GatewayConfig) -> Result<(), StartError> {
-    let runtime = tokio::runtime::Builder::new_multi_thread().enable_all().build()?;
+    let runtime = tokio::runtime::Builder::new_multi_thread()
+        .worker_threads(io_threads())
+        .enable_all()
+        .build()?;
     let outcome = runtime.block_on(serve_until_signal(config));
     runtime.shutdown_timeout(THREADS_LAST);
     outcome
+}
+
+/// Threads for sockets: half the cores, so that tokens are not handed from core to core more than
+/// they must be; text, pictures and clips have threads of their own.
+fn io_threads() -> usize {
+    std::thread::available_parallelism().map_or(1, |cores| cores.get().div_ceil(2))
 }
 
 async fn serve_until_signal(config: GatewayConfig) -> Result<(), StartError> {

@@ -2,7 +2,7 @@
 //! what it says together. Latencies are in microseconds.
 //!
 //! `gateway_load whole   --gateway A --body FILE... [--concurrency N] [--seconds S | --count N]`
-//! `gateway_load streams --gateway A --body FILE... [--concurrency N] [--count N] [--visible KEY]`
+//! `gateway_load streams --gateway A --body FILE... [--concurrency N] [--count N] [--visible TEXT]`
 //! `gateway_load direct  --worker A --protocol ours|vllm [--prompt-tokens N] [--nth-token N] ...`
 
 use std::future::Future;
@@ -35,8 +35,8 @@ enum Command {
         target: Target,
         #[command(flatten)]
         amount: Amount,
-        /// Key of a delta whose first text is waited for.
-        #[arg(long, default_value = "content")]
+        /// Text that is waited for: the first of a delta's content, or this.
+        #[arg(long, default_value = "\"content\":\"")]
         visible: String,
     },
     /// A worker asked without a gateway.
@@ -163,14 +163,14 @@ impl Iterator for Places {
     }
 }
 
-/// Asks a gateway; `visible` is the key of the text that is waited for in streams.
+/// Asks a gateway; `visible` is what stands before the text that is waited for in streams.
 async fn through_gateway(
     target: &Target,
     amount: &Amount,
     visible: Option<&str>,
 ) -> Outcome<Value> {
     let requests = target.requests()?;
-    let needle = visible.map(|key| format!("\"{key}\":\""));
+    let needle = visible.map(str::to_owned);
     run(amount, |places| {
         let (requests, needle, gateway) = (Arc::clone(&requests), needle.clone(), target.gateway);
         async move {

@@ -1,6 +1,7 @@
 //! Steps of a reply as server-sent events: frames, keep-alive, one error or one end.
 
 use std::panic::AssertUnwindSafe;
+use std::pin::Pin;
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -12,7 +13,7 @@ use futures::FutureExt;
 use futures::stream;
 use gateway_core::pace::{Pace, Pacer};
 use serde::Serialize;
-use tokio::time::Instant;
+use tokio::time::{Instant, Sleep};
 
 use super::{observe, record, timed};
 use crate::app::App;
@@ -23,6 +24,8 @@ use crate::reply::{Reply, ReplyStep};
 const KEEP_ALIVE: Duration = Duration::from_secs(15);
 /// Steps that are ready at once share a write up to this size.
 const WRITE_BYTES: usize = 32 * 1024;
+/// Room for the events of one token.
+const EVENT_BYTES: usize = 512;
 
 /// How one endpoint words its events.
 pub(super) trait Wording: Send + 'static {
@@ -105,6 +108,7 @@ pub(super) async fn respond<W: Wording>(
         reply,
         wording,
         waiting: first,
+        alarm: Box::pin(tokio::time::sleep(KEEP_ALIVE)),
         is_over: false,
         fresh: true,
     };
@@ -171,6 +175,14 @@ impl Paced {
     }
 }
 
+/// A panic in the middle of a stream is an error event like any other.
+async fn caught_next(reply: &mut Reply) -> Next {
+    AssertUnwindSafe(reply.next())
+        .catch_unwind()
+        .await
+        .unwrap_or_else(|panic| Err(observe::panicked(&*panic)))
+}
+
 struct Writer<W> {
     app: Arc<App>,
     pace: Paced,
@@ -178,6 +190,9 @@ struct Writer<W> {
     wording: W,
     /// Read from the reply and not yet written.
     waiting: Option<Next>,
+    /// Rings no later than there is something to do; moving it with every token would cost more
+    /// than letting it ring for nothing.
+    alarm: Pin<Box<Sleep>>,
     is_over: bool,
     /// Nothing was written yet.
     fresh: bool,
@@ -186,7 +201,7 @@ struct Writer<W> {
 impl<W: Wording> Writer<W> {
     /// The next bytes; `None` when all is said.
     async fn write(&mut self) -> Option<Bytes> {
-        let mut frames = Frames::default();
+        let mut frames = Frames { bytes: BytesMut::with_capacity(EVENT_BYTES) };
         if std::mem::take(&mut self.fresh) {
             self.wording.begin(&self.reply, &mut frames);
             match self.waiting.take() {
@@ -198,7 +213,7 @@ impl<W: Wording> Writer<W> {
             self.wait(&mut frames).await;
         }
         while !self.is_over && frames.bytes.len() < WRITE_BYTES {
-            match self.caught_next().now_or_never() {
+            match caught_next(&mut self.reply).now_or_never() {
                 Some(next) => self.put(next, &mut frames),
                 None => break,
             }
@@ -210,10 +225,22 @@ impl<W: Wording> Writer<W> {
     async fn wait(&mut self, frames: &mut Frames) {
         let silence = Instant::now() + KEEP_ALIVE;
         let due = self.pace.due().filter(|due| *due < silence);
-        match tokio::time::timeout_at(due.unwrap_or(silence), self.caught_next()).await {
-            Ok(next) => self.put(next, frames),
-            Err(_) if due.is_some() => self.release(Instant::now(), frames),
-            Err(_) => self.wording.keep_alive(frames),
+        let until = due.unwrap_or(silence);
+        if self.alarm.is_elapsed() || self.alarm.deadline() > until {
+            self.alarm.as_mut().reset(until);
+        }
+        loop {
+            tokio::select! {
+                biased;
+                next = caught_next(&mut self.reply) => return self.put(next, frames),
+                () = &mut self.alarm => {}
+            }
+            let now = Instant::now();
+            match due {
+                _ if now < until => self.alarm.as_mut().reset(until),
+                Some(_) => return self.release(now, frames),
+                None => return self.wording.keep_alive(frames),
+            }
         }
     }
 
@@ -221,14 +248,6 @@ impl<W: Wording> Writer<W> {
         for step in self.pace.release(now) {
             self.wording.step(step, &self.reply, frames);
         }
-    }
-
-    /// A panic in the middle of a stream is an error event like any other.
-    async fn caught_next(&mut self) -> Next {
-        AssertUnwindSafe(self.reply.next())
-            .catch_unwind()
-            .await
-            .unwrap_or_else(|panic| Err(observe::panicked(&*panic)))
     }
 
     fn put(&mut self, next: Next, frames: &mut Frames) {

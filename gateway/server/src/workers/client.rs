@@ -10,6 +10,7 @@ use futures::stream::Stream;
 use gateway_core::routing::Outcome;
 use tokio::sync::mpsc;
 use tokio::time::{Instant, Sleep};
+use tokio_util::sync::WaitForCancellationFutureOwned;
 use tonic::metadata::MetadataValue;
 use tonic::transport::Channel;
 
@@ -58,6 +59,8 @@ pub struct WorkerEvents {
     lease: WorkerLease,
     _told: Told,
     deadline: Pin<Box<Sleep>>,
+    /// Kept from token to token, as the deadline is: making one costs more than asking it.
+    lost: Pin<Box<WaitForCancellationFutureOwned>>,
     opening: Option<Opening>,
     replies: Option<tonic::Streaming<proto::GenerateResponse>>,
     work: Option<(UploadWork, ChunkSender)>,
@@ -93,10 +96,12 @@ impl WorkerEvents {
             began: Instant::now(),
         };
         let opening = open(lease.channel.clone(), request);
+        let lost = Box::pin(lease.lost.clone().cancelled_owned());
         Self {
             lease,
             _told: told,
             deadline: Box::pin(tokio::time::sleep_until(call.deadline)),
+            lost,
             opening: Some(opening.boxed()),
             replies: None,
             work,
@@ -145,7 +150,6 @@ impl WorkerEvents {
     }
 
     async fn next_event(&mut self) -> Result<WorkerEvent, Failed> {
-        let lost = self.lease.lost.clone();
         loop {
             tokio::select! {
                 biased;
@@ -163,7 +167,7 @@ impl WorkerEvents {
                     wire::Reply::Needs(needed) => self.begin_upload(needed)?,
                 },
                 () = &mut self.deadline => return Err(wire::deadline_exceeded().into()),
-                () = lost.cancelled() => {
+                () = &mut self.lost => {
                     return Err(broken("it was restarted or fell silent").into());
                 }
             }
