@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from m3stack.bench.agentic import run
+from m3stack.bench.agentic import run, shares_report
 from m3stack.bench.agentic.arms import ARMS, grouped_experts
 from m3stack.bench.agentic.trace import TraceShape, conversations, shared_prefix
 from m3stack.kernels.interface import SharedExpert
@@ -102,3 +102,29 @@ def test_the_other_parts_measure_on_a_toy_and_write_what_they_found(tmp_path: Pa
 def test_an_unknown_part_is_refused_by_name(capsys: pytest.CaptureFixture[str]) -> None:
     assert run.main(["--toy", "--parts", "speed"]) == 2
     assert "speed" in capsys.readouterr().out
+
+
+def test_kernels_are_told_apart_by_their_names() -> None:
+    parts = {
+        "nvjet_sm90_tst_512x8_64x3_2x1_v_bz_TNT": "projections and head",
+        "_up_kernel": "experts",
+        "m3::route_kernel(m3::RouteArgs)": "experts",
+        "m3::score_kernel(m3::ScoreLaunch)": "experts",
+        "void m3::score_kernel<false, 1>(m3::ScoreArgs)": "block choice",
+        "m3::select_kernel(m3::SelectArgs)": "block choice",
+        "void m3::attend_kernel<false, 2, (m3::Merge)2>(m3::AttendArgs)": "attention",
+        "_paged_kernel": "attention",
+        "_gemma_norm_kernel": "rest",
+    }
+    assert {name: shares_report.part_of(name) for name in parts} == parts
+    found = {
+        name: {
+            "requests": 8,
+            "context": 60032,
+            "step_ms": 2.0,
+            "kernels_us": dict.fromkeys(parts, 9.0),
+        }
+        for name in ("full", "dense")
+    }
+    assert "| dense | 18 (22%) |" in shares_report.text(found, "shares.svg")
+    assert shares_report.picture(found).count("us</text>") == 2

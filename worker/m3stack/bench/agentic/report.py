@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from m3stack.bench.agentic import shares_report
 from m3stack.bench.agentic.arms import ARMS
 
 Row = dict[str, Any]
@@ -14,13 +16,86 @@ WIDTH, HEIGHT, MARGIN = 720, 360, 60
 
 
 def write_report(source: Path) -> None:
-    """Writes a `.md` and a `.svg` beside the rows."""
+    """Writes a `.md` and pictures beside what was found."""
     document = json.loads(source.read_text())
     rows: list[Row] = document["rows"]
-    if not rows:
-        return
-    source.with_suffix(".svg").write_text(picture(rows))
-    source.with_suffix(".md").write_text(text(document, source.with_suffix(".svg").name))
+    name = source.stem
+    if rows:
+        source.with_suffix(".svg").write_text(picture(rows))
+    sections = [text(document, f"{name}.svg")] if rows else []
+    sections += [part(document[key]) for key, part in _PARTS.items() if key in document]
+    if "shares" in document:
+        picture_name = f"{name}-shares.svg"
+        source.with_name(picture_name).write_text(shares_report.picture(document["shares"]))
+        sections.append(shares_report.text(document["shares"], picture_name))
+    source.with_suffix(".md").write_text("\n".join(sections))
+
+
+def _beside(rows: list[Row]) -> str:
+    first = rows[0]
+    lines = [
+        "## A long prompt beside decode\n",
+        f"{first['decoding']} requests decode while {first['stretch']:,} tokens of a prompt are "
+        "computed behind as many as the first column says, which are passed over as if they were "
+        "cached (pages hold random numbers). Sparse layers alone.\n",
+        "| tokens before | alone, tokens/s | beside, tokens/s | share kept | between tokens idle "
+        "p50 / p99 ms | beside p50 / p99 ms | p99 over idle p99 |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for row in rows:
+        kept = row["beside_tokens_per_s"] / row["solo_tokens_per_s"]
+        lines.append(
+            f"| {row['before']:,} | {row['solo_tokens_per_s']:,.0f} | "
+            f"{row['beside_tokens_per_s']:,.0f} | {kept:.0%} | "
+            f"{row['idle_p50_ms']:.1f} / {row['idle_p99_ms']:.1f} | "
+            f"{row['beside_p50_ms']:.1f} / {row['beside_p99_ms']:.1f} | "
+            f"{row['beside_p99_ms'] / row['idle_p99_ms']:.2f} |"
+        )
+    return "\n".join(lines) + "\n"
+
+
+def _tier(rows: list[Row]) -> str:
+    first = rows[0]
+    lines = [
+        "## Keys and values of cold pages in host memory\n",
+        f"{first['requests']} requests decode at {first['context']:,} tokens each, sparse layers "
+        "alone. Hits are of the parts of pages (a page of a KV group) that attention asked for; "
+        "random weights choose blocks nearly at random, so hits follow the share of hot pages.\n",
+        "| hot pages | of all | hits | tokens/s | of all resident | equal tokens |",
+        "|---|---|---|---|---|---|",
+    ]
+    for row in rows:
+        share = f"{row['hot_share']:.0%}" if row["hot_share"] else "no tier"
+        lines.append(
+            f"| {row['hot_pages']:,} | {share} | {row['hit_share']:.1%} | "
+            f"{row['tokens_per_s']:,.0f} | {row['of_resident']:.0%} | {row['equal_tokens']:.0%} |"
+        )
+    return "\n".join(lines) + "\n"
+
+
+def _full_cache(rows: list[Row]) -> str:
+    first = rows[0]
+    lines = [
+        "## More conversations than the cache holds\n",
+        f"A pool of {first['num_pages']:,} pages, which hold {first['held']} conversations at "
+        "their longest, and host memory behind it.\n",
+        "| concurrency | output tokens/s | of the peak | between tokens p99 ms | cached | "
+        "preemptions |",
+        "|---|---|---|---|---|---|",
+    ]
+    for row in rows:
+        lines.append(
+            f"| {row['concurrency']} | {row['output_tokens_per_s']:.1f} | {row['of_peak']:.0%} | "
+            f"{row['itl_p99_ms']:.1f} | {row['cached_share']:.0%} | {row['preemptions']} |"
+        )
+    return "\n".join(lines) + "\n"
+
+
+_PARTS: dict[str, Callable[[list[Row]], str]] = {
+    "beside": _beside,
+    "tier": _tier,
+    "full_cache": _full_cache,
+}
 
 
 def text(document: dict[str, Any], picture_name: str) -> str:
