@@ -5,6 +5,7 @@
 use std::fs::File;
 use std::io::{Read, Seek, SeekFrom, Write};
 use std::os::fd::{AsRawFd, FromRawFd, RawFd};
+use std::os::unix::fs::FileExt;
 use std::path::Path;
 use std::process::{ExitStatus, Stdio};
 use std::sync::Arc;
@@ -48,9 +49,28 @@ impl MemoryFile {
         Ok(Self(file))
     }
 
+    /// Its bytes from `place` on.
+    pub(super) fn at(&self, place: u64) -> impl Read {
+        FromPlace { file: &self.0, place }
+    }
+
     /// The path under which a child that was given this file finds it.
     pub fn path_in_child(&self) -> String {
         format!("/proc/self/fd/{}", self.0.as_raw_fd())
+    }
+}
+
+/// Reads without moving anyone else's place in the file.
+struct FromPlace<'a> {
+    file: &'a File,
+    place: u64,
+}
+
+impl Read for FromPlace<'_> {
+    fn read(&mut self, buffer: &mut [u8]) -> std::io::Result<usize> {
+        let count = self.file.read_at(buffer, self.place)?;
+        self.place += count as u64;
+        Ok(count)
     }
 }
 
@@ -78,7 +98,8 @@ pub(super) struct Confined {
 pub(super) struct Launch<'a> {
     pub(super) program: &'a Path,
     pub(super) arguments: &'a [String],
-    pub(super) input: Option<&'a MemoryFile>,
+    /// Files that it finds under the names they have here.
+    pub(super) inputs: [Option<&'a MemoryFile>; 2],
     /// Processor time, over all threads.
     pub(super) cpu_time: Duration,
 }
@@ -104,11 +125,11 @@ impl Confined {
             .stderr(messages.try_clone()?)
             .process_group(0)
             .kill_on_drop(true);
-        let input = launch.input.map(|file| file.0.as_raw_fd());
+        let inputs = launch.inputs.map(|file| file.map(|file| file.0.as_raw_fd()));
         let cpu_seconds = launch.cpu_time.as_secs().max(1);
         // SAFETY: between fork and exec `confine` only makes async-signal-safe system calls.
         unsafe {
-            command.pre_exec(move || confine(input, cpu_seconds));
+            command.pre_exec(move || confine(inputs, cpu_seconds));
         }
         let child = command.spawn()?;
         metrics.video_processes(1);
@@ -162,7 +183,7 @@ impl Drop for Confined {
 }
 
 /// Runs in the child before it becomes FFmpeg.
-fn confine(input: Option<RawFd>, cpu_seconds: u64) -> std::io::Result<()> {
+fn confine(inputs: [Option<RawFd>; 2], cpu_seconds: u64) -> std::io::Result<()> {
     let limits = [
         (libc::RLIMIT_AS, MAX_ADDRESS_BYTES),
         (libc::RLIMIT_CPU, cpu_seconds),
@@ -181,7 +202,7 @@ fn confine(input: Option<RawFd>, cpu_seconds: u64) -> std::io::Result<()> {
         libc::signal(libc::SIGXFSZ, libc::SIG_IGN);
         check(libc::prctl(libc::PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0))?;
         libc::setpriority(libc::PRIO_PROCESS, 0, NICENESS);
-        if let Some(input) = input {
+        for input in inputs.into_iter().flatten() {
             check(libc::fcntl(input, libc::F_SETFD, 0))?;
         }
     }

@@ -8,11 +8,13 @@ use tokio::io::AsyncReadExt;
 use tokio::process::ChildStdout;
 
 use super::confine::{Confined, MemoryFile};
+use super::joined::{self, Joined};
 use super::segments::{self, Segment};
 use super::select;
 use super::{ClipProbe, FORMATS, Ffmpeg, START_PIXELS, rejected, strings, too_slow};
 use crate::error::GatewayError;
 use crate::media::fair::Flow;
+use crate::media::source::memory_failure;
 
 /// Conversion to RGB that gives the same bytes on every processor.
 const EXACT: &str = "bicubic+accurate_rnd+full_chroma_int+bitexact";
@@ -36,6 +38,13 @@ pub struct FrameStream<'a> {
     segments: VecDeque<Segment>,
     running: Option<Running>,
     given: usize,
+}
+
+/// What a child opens.
+#[derive(Clone, Copy)]
+enum Input<'a> {
+    Clip,
+    List(&'a MemoryFile),
 }
 
 /// A child that decodes one segment.
@@ -99,7 +108,7 @@ impl<'a> FrameStream<'a> {
     fn decode_the_rest(&mut self) {
         let picks = self.given..self.job.frames.len();
         let decoded = self.job.frames[picks.clone()].last().map_or(0, |last| last + 1);
-        self.segments = VecDeque::from([Segment { picks, is_seek: false, decoded }]);
+        self.segments = VecDeque::from([Segment::whole(picks, decoded)]);
         self.running = None;
     }
 
@@ -116,29 +125,59 @@ impl<'a> FrameStream<'a> {
 impl Job<'_> {
     async fn start(&self, segment: Segment) -> Result<Running, GatewayError> {
         let program = &self.ffmpeg.programs()?.ffmpeg;
-        let arguments = self.arguments(&segment);
+        let joined = self.joined(&segment);
+        let list = joined.as_ref().map(|joined| MemoryFile::new(joined.list.as_bytes()));
+        let list = list.transpose().map_err(|error| memory_failure(&error))?;
+        let input = match &list {
+            Some(list) => Input::List(list),
+            None => Input::Clip,
+        };
+        let arguments = self.arguments(&segment, input, joined.as_ref());
+        let inputs = [Some(self.clip), list.as_ref()];
         let cost = START_PIXELS + segment.decoded.saturating_mul(self.probe.coded.pixels());
         let turn = (self.flow, cost);
-        let mut child = self.ffmpeg.start(program, &arguments, Some(self.clip), turn).await?;
+        let mut child = self.ffmpeg.start(program, &arguments, inputs, turn).await?;
         let output = child
             .take_output()
             .ok_or_else(|| GatewayError::internal("the child's output was already taken"))?;
         Ok(Running { child, output, segment, patience: self.ffmpeg.limits.timeout })
     }
 
+    /// The list to play instead of the clip, for a segment of several stretches.
+    fn joined(&self, segment: &Segment) -> Option<Joined> {
+        let table = self.probe.seek.as_ref()?;
+        Joined::new(table, segment, self.frames, &self.clip.path_in_child())
+    }
+
     /// One argument vector, written by us alone.
-    fn arguments(&self, segment: &Segment) -> Vec<String> {
+    fn arguments(
+        &self,
+        segment: &Segment,
+        input: Input<'_>,
+        joined: Option<&Joined>,
+    ) -> Vec<String> {
         let threads = self.ffmpeg.threads.to_string();
         let mut arguments = strings(&["-nostdin", "-hide_banner", "-loglevel", "error"]);
         arguments.extend(strings(&["-threads", &threads, "-protocol_whitelist", "file"]));
-        arguments.extend(strings(&["-format_whitelist", FORMATS, "-noautorotate"]));
-        if let Some(seconds) = self.seek_seconds(segment) {
-            // stamps stay as in the file: by them, not by counting, frames are told apart
-            arguments.extend(strings(&["-copyts", "-seek_timestamp", "1", "-noaccurate_seek"]));
-            arguments.extend(strings(&["-ss", &seconds]));
-        }
-        let filter = self.filter(segment);
-        let path = self.clip.path_in_child();
+        arguments.extend(strings(&["-noautorotate"]));
+        // stamps stay as in the file: by them, not by counting, frames are told apart
+        let path = match input {
+            Input::List(list) => {
+                let formats = format!("{FORMATS},concat");
+                arguments.extend(strings(&["-copyts", "-format_whitelist", &formats]));
+                arguments.extend(strings(&["-f", "concat", "-safe", "0"]));
+                list.path_in_child()
+            }
+            Input::Clip => {
+                arguments.extend(strings(&["-format_whitelist", FORMATS]));
+                if let Some(seconds) = self.seek_seconds(segment) {
+                    arguments.extend(strings(&["-copyts", "-seek_timestamp", "1"]));
+                    arguments.extend(strings(&["-noaccurate_seek", "-ss", &seconds]));
+                }
+                self.clip.path_in_child()
+            }
+        };
+        let filter = self.filter(segment, joined);
         arguments.extend(strings(&["-i", &path, "-map", "0:V:0", "-an", "-sn", "-dn"]));
         let sync = if self.has_fps_mode { "-fps_mode" } else { "-vsync" };
         let count = segment.picks.len().to_string();
@@ -151,22 +190,21 @@ impl Job<'_> {
     /// that very time must not be missed.
     fn seek_seconds(&self, segment: &Segment) -> Option<String> {
         let table = self.probe.seek.as_ref().filter(|_| segment.is_seek)?;
-        let micros = table.micros(self.frames[segment.picks.start] as usize);
-        let sign = if micros < 0 { "-" } else { "" };
-        let micros = micros.unsigned_abs();
-        Some(format!("{sign}{}.{:06}", micros / 1_000_000, micros % 1_000_000))
+        Some(joined::seconds(table.micros(self.frames[segment.picks.start] as usize)))
     }
 
     /// The filter graph: choose, convert at the size the container promised, turn upright.
-    fn filter(&self, segment: &Segment) -> String {
+    fn filter(&self, segment: &Segment, joined: Option<&Joined>) -> String {
         let frames = &self.frames[segment.picks.clone()];
-        let chosen = match self.probe.seek.as_ref().filter(|_| segment.is_seek) {
-            Some(table) => {
+        let table = self.probe.seek.as_ref().filter(|_| segment.is_seek);
+        let chosen = match (joined, table) {
+            (Some(joined), _) => select::by_stamp(&joined.stamps),
+            (None, Some(table)) => {
                 let stamps: Vec<i64> =
                     frames.iter().map(|frame| table.stamps[*frame as usize]).collect();
                 select::by_stamp(&stamps)
             }
-            None => select::by_number(frames),
+            (None, None) => select::by_number(frames),
         };
         let (width, height) = (self.probe.coded.width, self.probe.coded.height);
         let turn = self.probe.turn;

@@ -2,6 +2,7 @@
 
 mod confine;
 mod frames;
+mod joined;
 mod probe;
 mod segments;
 mod select;
@@ -96,10 +97,11 @@ impl Ffmpeg {
     /// `DeadlineExceeded`.
     pub async fn probe(&self, clip: &MemoryFile, flow: &Flow) -> Result<ClipProbe, GatewayError> {
         let listing = self.run_probe(clip, probe::PACKET_ENTRIES, (flow, START_PIXELS)).await?;
-        let listing = probe::Listing::parse(&listing)?;
+        let mut listing = probe::Listing::parse(&listing)?;
         listing.check_size(self.limits.max_frame_pixels)?;
         listing.check_length(&self.limits)?;
         let probe = if listing.is_trustworthy() {
+            listing.look_at_keys(clip);
             listing.into_probe()?
         } else {
             let cost = START_PIXELS + listing.coded_pixels();
@@ -157,7 +159,8 @@ impl Ffmpeg {
             "compact",
             &clip.path_in_child(),
         ]);
-        let mut child = self.start(&programs.ffprobe, &arguments, Some(clip), turn).await?;
+        let inputs = [Some(clip), None];
+        let mut child = self.start(&programs.ffprobe, &arguments, inputs, turn).await?;
         let output = self.collect(&mut child).await?;
         if output.is_empty() {
             let reason = child.messages();
@@ -192,12 +195,12 @@ impl Ffmpeg {
         &self,
         program: &Path,
         arguments: &[String],
-        input: Option<&MemoryFile>,
+        inputs: [Option<&MemoryFile>; 2],
         (flow, cost): (&Flow, u64),
     ) -> Result<Confined, GatewayError> {
         let place = self.places.enter(flow, 1, cost).await;
         let launch =
-            Launch { program, arguments, input, cpu_time: self.limits.timeout * CPU_PER_WALL };
+            Launch { program, arguments, inputs, cpu_time: self.limits.timeout * CPU_PER_WALL };
         Confined::start(&launch, place, &self.metrics).map_err(|error| {
             if error.kind() == std::io::ErrorKind::NotFound {
                 unavailable(&format!("{} is gone", program.display()))
@@ -210,7 +213,7 @@ impl Ffmpeg {
     /// Whether this FFmpeg knows `-fps_mode` (5.1 and later; `-vsync` left with 8).
     async fn read_version(&self, ffmpeg: &Path, flow: &Flow) -> Result<bool, GatewayError> {
         let mut child =
-            self.start(ffmpeg, &strings(&["-version"]), None, (flow, START_PIXELS)).await?;
+            self.start(ffmpeg, &strings(&["-version"]), [None; 2], (flow, START_PIXELS)).await?;
         let output = self.collect(&mut child).await?;
         Ok(knows_fps_mode(&String::from_utf8_lossy(&output)))
     }

@@ -2,13 +2,16 @@
 
 use gateway_media::{ClipInfo, ImageSize};
 
+use super::confine::MemoryFile;
+use super::joined::{self, TimeBase};
 use super::rejected;
 use super::segments::{self, SeekTable};
 use crate::error::GatewayError;
 
 /// Asks for the stream and its packets: nothing is decoded.
-pub(super) const PACKET_ENTRIES: &str = "packet=pts,pts_time,flags:format=format_name:\
-     stream=codec_name,width,height,avg_frame_rate,nb_frames:stream_side_data=displaymatrix";
+pub(super) const PACKET_ENTRIES: &str = "packet=pts,pts_time,flags,pos,size:format=format_name:\
+     stream=codec_name,width,height,avg_frame_rate,nb_frames,time_base:\
+     stream_side_data=displaymatrix";
 /// Asks for the decoded frames.
 pub(super) const FRAME_ENTRIES: &str = "frame=best_effort_timestamp_time:\
      stream=codec_name,width,height,avg_frame_rate,nb_frames:stream_side_data=displaymatrix";
@@ -55,6 +58,7 @@ struct Stream {
     coded: ImageSize,
     average_rate: Option<f64>,
     container_frames: Option<usize>,
+    time_base: Option<TimeBase>,
     turn: &'static str,
 }
 
@@ -64,8 +68,12 @@ pub(super) struct Packet {
     /// The same in ticks of the stream.
     pub(super) pts: Option<i64>,
     pub(super) is_key: bool,
+    /// Whether it is a key frame that resets the decoder.
+    pub(super) is_clean: bool,
     pub(super) is_discarded: bool,
     is_corrupt: bool,
+    /// Where its bytes stand in the file, and how many they are.
+    span: Option<(u64, u64)>,
 }
 
 impl Listing {
@@ -188,11 +196,28 @@ impl Listing {
         })
     }
 
+    /// Finds out which key frames stretches in one child may begin at.
+    pub(super) fn look_at_keys(&mut self, clip: &MemoryFile) {
+        let Some(stream) = self.stream.as_ref().filter(|_| self.can_join()) else { return };
+        for packet in self.packets.iter_mut().filter(|packet| packet.is_key) {
+            packet.is_clean =
+                packet.span.is_some_and(|span| joined::is_clean(&stream.codec, clip, span));
+        }
+    }
+
+    /// Whether the container can be played in stretches: by its name it is sought in exactly as
+    /// its index says.
+    fn can_join(&self) -> bool {
+        self.container.split(',').any(|name| name == "mov")
+    }
+
     fn seek_table(&self) -> Option<SeekTable> {
-        let codec = &self.stream.as_ref()?.codec;
+        let stream = self.stream.as_ref()?;
+        let codec = &stream.codec;
+        let time_base = stream.time_base.filter(|_| self.can_join());
         let is_reliable = !self.is_decoded && self.is_trustworthy();
         (is_reliable && SeekTable::serves(&self.container, codec))
-            .then(|| SeekTable::new(&self.packets))
+            .then(|| SeekTable::new(&self.packets, time_base))
             .flatten()
     }
 }
@@ -230,18 +255,29 @@ impl Packet {
     /// A sound packet shown at that tick of a 15360 Hz clock.
     pub(super) fn for_test(pts: i64, is_key: bool) -> Self {
         let time_s = Some(pts as f64 / 15360.0);
-        Self { time_s, pts: Some(pts), is_key, is_discarded: false, is_corrupt: false }
+        Self {
+            time_s,
+            pts: Some(pts),
+            is_key,
+            is_clean: is_key,
+            is_discarded: false,
+            is_corrupt: false,
+            span: None,
+        }
     }
 }
 
 fn packet(fields: &str) -> Packet {
     let flags = value(fields, "flags").unwrap_or("");
+    let whole = |name| value(fields, name).and_then(|text| text.parse::<u64>().ok());
     Packet {
         time_s: value(fields, "pts_time").and_then(number),
         pts: value(fields, "pts").and_then(|text| text.parse().ok()),
         is_key: flags.contains('K'),
+        is_clean: false,
         is_discarded: flags.contains('D'),
         is_corrupt: flags.contains('C'),
+        span: whole("pos").zip(whole("size")),
     }
 }
 
@@ -256,8 +292,15 @@ fn stream(fields: &str) -> Option<Stream> {
         coded,
         average_rate: value(fields, "avg_frame_rate").and_then(rational),
         container_frames: value(fields, "nb_frames").and_then(|text| text.parse().ok()),
+        time_base: value(fields, "time_base").and_then(time_base),
         turn: value(fields, "displaymatrix").map_or("", turn),
     })
+}
+
+fn time_base(text: &str) -> Option<TimeBase> {
+    let (above, below) = text.split_once('/')?;
+    let (ticks, per_second) = (above.parse().ok()?, below.parse().ok()?);
+    (ticks > 0 && per_second > 0).then_some(TimeBase { ticks, per_second })
 }
 
 fn value<'a>(fields: &'a str, name: &str) -> Option<&'a str> {

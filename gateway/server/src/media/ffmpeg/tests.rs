@@ -288,20 +288,27 @@ fn jumps(count: usize, length: usize) -> std::collections::VecDeque<segments::Se
         .step_by(length)
         .map(|first| {
             let picks = first..count.min(first + length);
-            segments::Segment { picks, is_seek: true, decoded: 1 }
+            segments::Segment { is_seek: true, ..segments::Segment::whole(picks, 1) }
         })
         .collect()
+}
+
+/// One run of stretches of that many picks.
+fn joint(count: usize, length: usize) -> std::collections::VecDeque<segments::Segment> {
+    let stretches = (0..count).step_by(length).collect();
+    let whole = segments::Segment::whole(0..count, 1);
+    [segments::Segment { is_seek: true, stretches, ..whole }].into()
 }
 
 async fn decode_seeking(
     ffmpeg: &Ffmpeg,
     (clip, probe): (&MemoryFile, &ClipProbe),
     numbers: &[u64],
-    length: usize,
+    runs: std::collections::VecDeque<segments::Segment>,
 ) -> Vec<RgbFrame> {
     let flow = Flow::default();
     let mut stream = ffmpeg.frames(clip, probe, numbers, &flow).await.unwrap();
-    *stream.segments() = jumps(numbers.len(), length);
+    *stream.segments() = runs;
     let mut frames = Vec::new();
     while let Some(frame) = stream.next().await.unwrap() {
         frames.push(frame);
@@ -324,7 +331,8 @@ async fn frames_reached_by_seeking_are_those_of_a_whole_decode_to_the_byte() {
         numbers.dedup();
 
         let whole = decode(&ffmpeg, &clip, &probe, &numbers).await.unwrap();
-        let sought = decode_seeking(&ffmpeg, (&clip, &probe), &numbers, 2).await;
+        let sought =
+            decode_seeking(&ffmpeg, (&clip, &probe), &numbers, jumps(numbers.len(), 2)).await;
 
         assert_eq!(whole.len(), numbers.len(), "{name}");
         for ((number, whole), sought) in numbers.iter().zip(&whole).zip(&sought) {
@@ -333,6 +341,39 @@ async fn frames_reached_by_seeking_are_those_of_a_whole_decode_to_the_byte() {
         checked += 1;
     }
     assert!(checked >= 12, "{checked} clips can be sought in");
+}
+
+#[tokio::test]
+async fn stretches_in_one_child_give_the_frames_of_a_whole_decode_to_the_byte() {
+    let ffmpeg = ffmpeg();
+    let mut checked = 0;
+    for (name, _) in expectations().iter().filter(|(_, expect)| expect["outcome"] == "ok") {
+        let clip = clip(name);
+        let probe = ffmpeg.probe(&clip, &Flow::default()).await.unwrap();
+        let last = probe.info.num_frames - 1;
+        let mut numbers = vec![0, last / 4, last / 2, last / 2 + 1, last];
+        numbers.retain(|number| *number <= last);
+        numbers.dedup();
+        let is_joinable = |number: &u64| {
+            probe.seek.as_ref().is_some_and(|table| table.is_joinable(*number as usize))
+        };
+        if !numbers.iter().all(is_joinable) {
+            continue;
+        }
+        let flow = Flow::default();
+        let whole = decode(&ffmpeg, &clip, &probe, &numbers).await.unwrap();
+        for length in [1, 2] {
+            let mut stream = ffmpeg.frames(&clip, &probe, &numbers, &flow).await.unwrap();
+            *stream.segments() = joint(numbers.len(), length);
+            for (number, whole) in numbers.iter().zip(&whole) {
+                let found = stream.next().await.unwrap();
+                assert!(found.as_ref() == Some(whole), "{name}: frame {number} of {numbers:?}");
+                assert!(stream.segments().is_empty(), "{name}: it took a second child");
+            }
+        }
+        checked += 1;
+    }
+    assert!(checked >= 6, "{checked} clips can be played in stretches");
 }
 
 #[tokio::test]
@@ -347,8 +388,10 @@ async fn an_index_that_leads_astray_costs_time_but_no_frame() {
     for (frame, length) in [(0, 4), (15, 4), (22, 4), (15, 1), (7, 2), (15, 2)] {
         let stamps = &mut probe.seek.as_mut().unwrap().stamps;
         stamps[frame] += 1;
-        let found = decode_seeking(&ffmpeg, (&clip, &probe), &numbers, length).await;
-        assert!(found == right, "frame {frame} in runs of {length}");
+        for runs in [jumps(4, length), joint(4, length)] {
+            let found = decode_seeking(&ffmpeg, (&clip, &probe), &numbers, runs).await;
+            assert!(found == right, "frame {frame} in runs of {length}");
+        }
         probe.seek.as_mut().unwrap().stamps[frame] -= 1;
     }
     assert_eq!(ffmpeg.metrics.video_processes_now(), 0);
