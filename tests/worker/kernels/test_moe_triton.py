@@ -337,7 +337,7 @@ from m3stack.kernels.moe import routing_with_triton as routing, with_triton as e
 from m3stack.kernels.quantised import with_triton as dense
 KINDS = dict(x="*bf16", hidden="*bf16", out="*bf16", router="*fp32", bias="*fp32",
     weights="*fp32", partial="*fp32", results="*fp32", alpha="fp32", limit="fp32")
-KINDS |= dict.fromkeys(("ids", "pairs", "experts", "arrived", "firsts", "counts_of"), "*i32")
+KINDS |= dict.fromkeys(("ids", "pairs", "experts", "arrived"), "*i32")
 PLAIN, MXFP8 = dict(elements="*bf16", scales="*bf16"), dict(elements="*fp8e4nv", scales="*u8")
 def product(kernel, tiles, kinds):
     sizes = dict(PAIRS=tiles.pairs, OUTPUTS=tiles.outputs, INPUTS=tiles.inputs,
@@ -355,8 +355,7 @@ tiles = experts.FEW
 KERNELS["linear few mxfp8"] = (dense._linear_kernel, dict(WIDTH=6144, TOKENS=tiles.pairs,
     OUTPUTS=tiles.outputs, INPUTS=tiles.inputs, GROUP=32, WIDEN=False), MXFP8, 4, 4)
 GROUPED = dict(EXPERTS=128, BINS=128, ROWS=16, AT_ONCE=1024)
-KERNELS["group"] = (grouping._group_kernel, dict(GROUPED, HAS_GAPS=True), {}, 4, 3)
-KERNELS["sort"] = (grouping._group_kernel, dict(GROUPED, HAS_GAPS=False), {}, 4, 3)
+KERNELS["group"] = (grouping._group_kernel, GROUPED, {}, 4, 3)
 ROUTED = dict(WIDTH=6144, EXPERTS=128, TILE_E=128, CHOSEN=4, TILE_K=4, COLUMNS=64)
 KERNELS["route few"] = (routing._route_kernel, dict(ROUTED, TOKENS=16, SPLITS=96), {}, 4, 3)
 tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
@@ -389,7 +388,7 @@ def test_kernels_compile_for_hopper_without_spills(tmp_path) -> None:
     )
     assert done.returncode == 0, done.stderr[-3000:]
     report = json.loads(done.stdout)
-    assert len(report) == 8
+    assert len(report) == 7
     for name, kernel in report.items():
         assert kernel["spills"] == 0, (name, report)
         # what an sm_90 block may have
