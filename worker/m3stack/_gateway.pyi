@@ -37,6 +37,21 @@ class Preparer:
     ) -> tuple[bytes, tuple[int, int, int]]:
         """u8 patch rows [t*h*w, 3*1*14*14] of a picture's file bytes, and the grid (t, h, w)."""
 
+    def preprocess_video(
+        self,
+        data: bytes,
+        *,
+        detail: str | None = None,
+        max_long_side_pixel: int | None = None,
+        fps: float | None = None,
+    ) -> tuple[bytes, tuple[int, int, int], list[int], list[float]]:
+        """u8 patch rows [t*h*w, 3*2*14*14] of a clip's file bytes, the grid (t, h, w), the numbers
+        of the frames taken, the seconds at which each temporal patch begins.
+        """
+
+    def patch_layout(self) -> tuple[int, int, int]:
+        """Side of a patch, frames in a temporal patch, side of a merged square of patches."""
+
     def preprocess_frames(
         self, frames: list[bytes], width: int, height: int
     ) -> tuple[bytes, tuple[int, int, int]]:

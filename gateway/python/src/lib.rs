@@ -41,6 +41,7 @@ mod _gateway {
         py.detach(|| gateway_server::run_with_arguments(arguments))
     }
 
+    type ClipRows<'py> = (Bound<'py, PyBytes>, (u32, u32, u32), Vec<u64>, Vec<f64>);
     type PatchRows<'py> = (Bound<'py, PyBytes>, (u32, u32, u32));
 
     /// Prepares requests for one checkpoint.
@@ -92,6 +93,30 @@ mod _gateway {
             let controls = SizeControls { detail, max_long_side_pixel, fps: None };
             let patches = py.detach(|| self.inner.still(data, &controls)).map_err(refused)?;
             Ok(rows(py, &patches))
+        }
+
+        /// (u8 patch rows, grid t h w, frame numbers, seconds of each temporal patch) of a clip's
+        /// file bytes.
+        #[pyo3(signature = (data, *, detail=None, max_long_side_pixel=None, fps=None))]
+        fn preprocess_video<'py>(
+            &self,
+            py: Python<'py>,
+            data: &[u8],
+            detail: Option<String>,
+            max_long_side_pixel: Option<u32>,
+            fps: Option<f64>,
+        ) -> PyResult<ClipRows<'py>> {
+            let controls = SizeControls { detail, max_long_side_pixel, fps };
+            let made = py.detach(|| self.inner.clip(Bytes::copy_from_slice(data), controls));
+            let (pieces, plan) = made.map_err(refused)?;
+            let grid = (plan.grid.t, plan.grid.h, plan.grid.w);
+            Ok((joined(py, &pieces)?, grid, plan.frames, plan.patch_times_s))
+        }
+
+        /// (side of a patch, frames in a temporal patch, side of a merged square of patches).
+        fn patch_layout(&self) -> (u32, u32, u32) {
+            let layout = self.inner.patch_layout();
+            (layout.patch_size, layout.temporal_patch_size, layout.merge_size)
         }
 
         /// (u8 patch rows, grid t h w) of RGB frames of `width * height * 3` bytes each.

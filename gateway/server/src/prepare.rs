@@ -7,13 +7,13 @@ use std::sync::Arc;
 
 use bytes::Bytes;
 use gateway_core::conversation::check_chat;
-use gateway_core::model::SizeControls;
+use gateway_core::model::{MediaKind, MediaPlan, SizeControls};
 use gateway_core::openai::RequestBody;
 use gateway_media::decode::{DecodeLimits, read_header};
 use gateway_media::patchify::patchify_clip;
 use gateway_media::picture::{PictureJob, picture_patches};
 use gateway_media::resize::Resizer;
-use gateway_media::{ClipInfo, ImageSize, MediaError, Patches, RgbFrame};
+use gateway_media::{ClipInfo, ImageSize, MediaError, PatchLayout, Patches, RgbFrame};
 use rand::RngCore;
 use tokio::runtime::Runtime;
 
@@ -125,6 +125,34 @@ impl Preparer {
         let job = PictureJob { limits, resizer, layout, is_wanted };
         let patches = picture_patches(bytes, job).map_err(refusal)?;
         patches.ok_or_else(|| GatewayError::internal("a picture was given up, which nobody asked"))
+    }
+
+    /// Patch rows of a clip from its file's bytes, in pieces, and what was planned of it.
+    ///
+    /// # Errors
+    /// As the gateway refuses the clip.
+    pub fn clip(
+        &self,
+        bytes: Bytes,
+        controls: SizeControls,
+    ) -> Result<(Vec<Bytes>, MediaPlan), GatewayError> {
+        self.runtime.block_on(async {
+            let (media, spec) = (&self.app.media, &*self.app.model.spec);
+            let wishes = (MediaKind::Video, controls);
+            let item = media.plan_bytes(bytes, wishes, spec).await?;
+            let layout = spec.patch_layout();
+            let (sender, gathering) = gather();
+            let upload = sender.item(0, item.patch_bytes(layout));
+            drop(sender);
+            let (sent, items) = tokio::join!(media.send(&item, layout, upload), gathering);
+            sent?;
+            Ok((items.into_values().next().unwrap_or_default(), item.plan))
+        })
+    }
+
+    /// How frames are cut into patch rows.
+    pub fn patch_layout(&self) -> PatchLayout {
+        self.app.model.spec.patch_layout()
     }
 
     /// Patch rows of frames that were chosen already, all of them, in order.

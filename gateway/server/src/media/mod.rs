@@ -18,9 +18,10 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 
+use bytes::Bytes;
 use futures::stream::{self, StreamExt, TryStreamExt};
 use gateway_core::conversation::MediaRef;
-use gateway_core::model::{MediaKind, MediaPlan, ModelSpec};
+use gateway_core::model::{MediaKind, MediaPlan, ModelSpec, SizeControls};
 use gateway_media::hash::media_hash;
 use gateway_media::{MediaError, MediaHash, PatchLayout};
 use tokio::sync::OnceCell;
@@ -87,7 +88,8 @@ impl PlannedMedia {
         }
     }
 
-    fn patch_bytes(&self, layout: PatchLayout) -> u64 {
+    /// Bytes of all its patch rows.
+    pub fn patch_bytes(&self, layout: PatchLayout) -> u64 {
         let pixels = u64::from(layout.patch_size).pow(2) * u64::from(self.frames_per_patch);
         self.plan.grid.patches() * CHANNELS * pixels
     }
@@ -130,6 +132,25 @@ impl MediaLoader {
     /// Why clips cannot be read here, if they cannot.
     pub fn missing_for_video(&self) -> Option<&str> {
         self.ffmpeg.missing()
+    }
+
+    /// Plans one item whose bytes are at hand.
+    ///
+    /// # Errors
+    /// As [`MediaLoader::plan`].
+    pub async fn plan_bytes(
+        &self,
+        bytes: Bytes,
+        (kind, controls): (MediaKind, SizeControls),
+        spec: &dyn ModelSpec,
+    ) -> Result<PlannedMedia, GatewayError> {
+        let share = Arc::new(Share::default());
+        let source = Arc::new(self.source_of(bytes, kind, &share).await?);
+        let param = "data".to_owned();
+        let item = MediaRef { kind, url: String::new(), controls, param };
+        let planned = planned(&item, source, &share, spec)?;
+        limits::check(std::slice::from_ref(&planned), &self.limits)?;
+        Ok(planned)
     }
 
     /// Fetches every item (each network URL once), plans it from its header and holds the sum to

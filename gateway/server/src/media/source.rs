@@ -115,11 +115,37 @@ impl MediaLoader {
             (Data::Here(bytes), sha256, length)
         };
         self.metrics.media_fetched(class(item.kind), len, begin.elapsed());
-        let content = match item.kind {
-            MediaKind::Image => self.still(data, sha256, share).await?,
-            MediaKind::Video => self.clip(data, sha256, share).await?,
-        };
+        let content = self.content(item.kind, data, sha256, share).await?;
         Ok(Source { sha256, content, len, _lease: lease })
+    }
+
+    /// Looks at bytes that the caller holds.
+    ///
+    /// # Errors
+    /// What the content refuses.
+    pub(super) async fn source_of(
+        &self,
+        bytes: Bytes,
+        kind: MediaKind,
+        share: &Share,
+    ) -> Result<Source, GatewayError> {
+        let (hashed, len) = (bytes.clone(), bytes.len() as u64);
+        let sha256 = self.rooms.run(share, len, move |_| sha256(&hashed)).await?;
+        let content = self.content(kind, Data::Here(bytes), sha256, share).await?;
+        Ok(Source { sha256, content, len, _lease: ByteLease::default() })
+    }
+
+    async fn content(
+        &self,
+        kind: MediaKind,
+        data: Data,
+        sha256: [u8; 32],
+        share: &Share,
+    ) -> Result<Content, GatewayError> {
+        match kind {
+            MediaKind::Image => self.still(data, sha256, share).await,
+            MediaKind::Video => self.clip(data, sha256, share).await,
+        }
     }
 
     /// What a `data:` URL holds; a text seen before is neither decoded nor hashed again.
