@@ -240,7 +240,7 @@ fn simulate(num_workers: usize, way: Way, num_requests: u64) -> (Vec<Worker>, Ou
                     context_tokens: u64::from(tokens) + 500,
                     chains,
                     affinity: (way == Way::RoundRobin).then_some(num_workers as u64),
-                    excluded: None,
+                    ..Demand::default()
                 };
                 let began = Instant::now();
                 let choice = choose(&mut router, way, turn, &demand, now_s);

@@ -34,6 +34,8 @@ pub struct Demand {
     pub stage: Stage,
     /// Names its first picture or clip, if it has any: requests with equal ones share an encoder.
     pub media: Option<u64>,
+    /// Prompt tokens up to the end of the last one.
+    pub media_end: u32,
 }
 
 /// Why a worker was chosen.

@@ -72,16 +72,16 @@ impl Demand {
 
 impl Router {
     /// What should be computed elsewhere before the chosen worker answers: the media if there is an
-    /// encoder; the prompt if the worker leaves that to others and lacks more than a little of it.
+    /// encoder and the worker does not hold the prompt up to their end; the prompt if the worker is
+    /// to fetch it. To be asked right after the choice.
     pub fn division(&self, demand: &Demand, choice: &Choice, now_s: f64) -> Division {
         let seat = self.seats.get(usize::from(choice.ticket.seat.0)).and_then(Option::as_ref);
-        let role = seat.and_then(|seat| seat.ready).map(|(standing, _)| standing.role);
         let missing = demand.prompt_tokens.saturating_sub(choice.matched_tokens);
         Division {
-            encodes: demand.media.is_some() && self.has(Stage::Encode, demand, now_s),
-            prefills: role == Some(Role::Decode)
-                && missing > self.policy.min_prefill_tokens
-                && self.has(Stage::Prefill, demand, now_s),
+            encodes: demand.media.is_some()
+                && demand.media_end > choice.matched_tokens
+                && self.has(Stage::Encode, demand, now_s),
+            prefills: seat.is_some_and(|seat| self.fetch_wait_s(seat, missing).is_some()),
         }
     }
 
@@ -97,10 +97,34 @@ impl Router {
         }) && seat.health(&self.policy, now_s) == Health::Good
     }
 
-    /// Of the prompt tokens that a worker lacks, how many it would compute: fetching one costs a
-    /// small part of that.
-    pub(super) fn read_share(&self, seat: &Seat) -> f64 {
+    /// When the soonest of those that compute prompts for others would be done with this one.
+    pub(super) fn soonest_prefill_s(&self, demand: &Demand, now_s: f64) -> Option<f64> {
+        if demand.stage != Stage::Answer {
+            return None;
+        }
+        let needed = u64::from(demand.prompt_tokens) + 1;
+        let seats = self.seats.iter().enumerate();
+        let fit = seats.filter_map(|(place, seat)| {
+            let seat = seat.as_ref()?;
+            if !self.is_fit(seat, Stage::Prefill, needed, now_s) {
+                return None;
+            }
+            let own = demand.prompt_tokens.saturating_sub(self.matched(place, seat));
+            let tokens = seat.queued_tokens() + f64::from(own);
+            Some(tokens / seat.tokens_per_s(self.usual_rate))
+        });
+        fit.min_by(f64::total_cmp)
+    }
+
+    /// How long a worker waits for another one to compute what it lacks of the prompt; `None` if it
+    /// computes that itself: it always does, or it lacks little, or all others have too much to do.
+    pub(super) fn fetch_wait_s(&self, seat: &Seat, missing: u32) -> Option<f64> {
+        let wait_s = self.prefill_s?;
         let fetches = seat.ready.is_some_and(|(standing, _)| standing.role == Role::Decode);
-        if self.is_divided && fetches { self.policy.fetch_weight } else { 1.0 }
+        if !fetches || missing <= self.policy.min_prefill_tokens {
+            return None;
+        }
+        let own_s = f64::from(missing) / seat.tokens_per_s(self.usual_rate);
+        (wait_s <= own_s * self.policy.prefill_patience).then_some(wait_s)
     }
 }

@@ -8,7 +8,6 @@ use super::chain::PageKeys;
 use super::demand::{CacheNews, Choice, Demand, NoChoice, Reason, Ticket};
 use super::index::{MAX_SEATS, PrefixIndex};
 use super::price::{Fit, cost, mix, pick};
-use super::roles::Stage;
 use super::seat::{Health, Policy, Seat, SeatId, SeatLoad, Standing};
 
 /// New pages of one request that are noted as expected of a worker that will tell of them itself;
@@ -20,8 +19,10 @@ const MAX_EXPECTED_PAGES: usize = 256;
 pub struct Router {
     pub(super) policy: Policy,
     pub(super) seats: Vec<Option<Seat>>,
-    /// Whether the request that is looked at could have its prompt computed by another worker.
-    pub(super) is_divided: bool,
+    /// Of the request that is looked at: when another worker could have computed its prompt.
+    pub(super) prefill_s: Option<f64>,
+    /// Prompt tokens a second of a worker that has not said its own rate.
+    pub(super) usual_rate: f64,
     num_joined: u64,
     told: PrefixIndex,
     sent: PrefixIndex,
@@ -40,7 +41,8 @@ impl Router {
             sent: PrefixIndex::new(policy.max_index_pages),
             policy,
             seats: Vec::new(),
-            is_divided: false,
+            prefill_s: None,
+            usual_rate: policy.default_tokens_per_s,
             num_joined: 0,
             sent_order: Vec::new(),
             turn: 0,
@@ -169,7 +171,7 @@ impl Router {
         now_s: f64,
         fit: &mut Vec<Fit>,
     ) -> Result<(usize, Reason), NoChoice> {
-        self.is_divided = self.find_fit(demand, now_s, fit);
+        self.find_fit(demand, now_s, fit);
         if fit.is_empty() {
             return Err(self.nobody(demand));
         }
@@ -177,13 +179,15 @@ impl Router {
         let limit = mean * self.policy.max_imbalance + self.policy.spare_requests;
         self.match_pages(demand);
         let mut is_spilled = false;
+        let unknown = self.usual_tokens_per_s(fit);
+        self.usual_rate = unknown;
+        self.prefill_s = self.soonest_prefill_s(demand, now_s);
         if let Some(sticky) = self.sticky(demand, fit) {
             if sticky.requests <= limit {
                 return Ok((usize::from(sticky.place), Reason::Affinity));
             }
             is_spilled = true;
         }
-        let unknown = self.usual_tokens_per_s(fit);
         for one in fit.iter_mut() {
             let Some(seat) = &self.seats[usize::from(one.place)] else { continue };
             let mut matched = self.matched(usize::from(one.place), seat);
@@ -191,8 +195,11 @@ impl Router {
                 is_spilled |= matched > 0;
                 matched = 0;
             }
-            let (policy, share) = ((&self.policy, unknown), self.read_share(seat));
-            one.cost = cost(seat, demand, (one.requests, matched, share), policy, now_s);
+            let policy = (&self.policy, unknown);
+            let wait_s = self.fetch_wait_s(seat, demand.prompt_tokens.saturating_sub(matched));
+            let share = if wait_s.is_some() { self.policy.fetch_weight } else { 1.0 };
+            let own = cost(seat, demand, (one.requests, matched, share), policy, now_s);
+            one.cost = own + wait_s.unwrap_or(0.0);
         }
         self.turn = self.turn.wrapping_add(1);
         let place = pick(fit, self.turn).ok_or(NoChoice::NobodyFit)?;
@@ -212,7 +219,7 @@ impl Router {
     /// A given worker, whatever it has to do; `None` if it has left.
     pub fn take_seat(&mut self, demand: &Demand, seat: SeatId) -> Option<Choice> {
         self.match_pages(demand);
-        self.is_divided = false;
+        self.prefill_s = None;
         self.take(demand, usize::from(seat.0), Reason::Affinity)
     }
 
@@ -260,20 +267,17 @@ impl Router {
         }
     }
 
-    /// Who could take the request; gives whether others could compute the prompt of an answer.
-    fn find_fit(&self, demand: &Demand, now_s: f64, fit: &mut Vec<Fit>) -> bool {
+    fn find_fit(&self, demand: &Demand, now_s: f64, fit: &mut Vec<Fit>) {
         let excluded = demand.excluded.map(|seat| usize::from(seat.0));
-        let mut is_divided = false;
         fit.clear();
         for (place, seat) in self.seats.iter().enumerate() {
-            let Some(seat) = seat.as_ref().filter(|_| Some(place) != excluded) else { continue };
-            let is_fit = |stage| self.is_fit(seat, stage, demand.context_tokens, now_s);
-            if is_fit(demand.stage) {
+            let Some(seat) = seat else { continue };
+            if Some(place) != excluded
+                && self.is_fit(seat, demand.stage, demand.context_tokens, now_s)
+            {
                 fit.push(Fit { place: place as u16, requests: seat.requests(), cost: 0.0 });
             }
-            is_divided |= demand.stage == Stage::Answer && is_fit(Stage::Prefill);
         }
-        is_divided
     }
 
     /// The mean of the rates that were told: who has read nothing yet is taken for one of many.
@@ -305,7 +309,7 @@ impl Router {
     }
 
     /// Prompt tokens a seat is thought to hold.
-    fn matched(&self, place: usize, seat: &Seat) -> u32 {
+    pub(super) fn matched(&self, place: usize, seat: &Seat) -> u32 {
         let page_tokens = seat.ready.map_or(0, |(standing, _)| standing.page_tokens);
         self.pages.get(place).map_or(0, |pages| pages.saturating_mul(page_tokens))
     }
@@ -323,10 +327,14 @@ impl Router {
 
     fn take(&mut self, demand: &Demand, place: usize, reason: Reason) -> Option<Choice> {
         let pages = self.pages.get(place).copied().unwrap_or(0) as usize;
-        let share = self.seats.get(place)?.as_ref().map_or(1.0, |seat| self.read_share(seat));
+        let (matched_tokens, fetches) = {
+            let seat = self.seats.get(place)?.as_ref()?;
+            let matched = self.matched(place, seat);
+            let missing = demand.prompt_tokens.saturating_sub(matched);
+            (matched, self.fetch_wait_s(seat, missing).is_some())
+        };
+        let share = if fetches { self.policy.fetch_weight } else { 1.0 };
         let seat = self.seats.get_mut(place).and_then(Option::as_mut)?;
-        let page_tokens = seat.ready.map_or(0, |(standing, _)| standing.page_tokens);
-        let matched_tokens = (pages as u32).saturating_mul(page_tokens);
         seat.assigned += 1;
         let missing = f64::from(demand.prompt_tokens.saturating_sub(matched_tokens));
         let tokens = (missing * share) as u64;
@@ -335,7 +343,8 @@ impl Router {
         let is_trial = seat.breaker.begin();
         let (generation, tells_pages, epoch) = (seat.generation, seat.tells_pages, seat.epoch);
         let keys = demand.chains.iter().find(|(of, _)| *of == epoch).map(|(_, keys)| keys);
-        let keys = keys.filter(|keys| keys.len() > pages).map(Arc::clone);
+        // what is to be fetched must come first: a second request with it asks for it as well
+        let keys = keys.filter(|keys| keys.len() > pages && !fetches).map(Arc::clone);
         if let Some(keys) = &keys {
             self.expect(place, tells_pages, &keys[pages..]);
         }

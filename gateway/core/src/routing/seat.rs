@@ -39,6 +39,8 @@ pub struct Policy {
     pub min_prefill_tokens: u32,
     /// What fetching a prompt token costs, where computing one costs 1.
     pub fetch_weight: f64,
+    /// It also does so if the wait for another one is longer than computing it by this factor.
+    pub prefill_patience: f64,
 }
 
 impl Default for Policy {
@@ -57,6 +59,7 @@ impl Default for Policy {
             max_sent_pages: 16_384,
             min_prefill_tokens: 256,
             fetch_weight: 0.1,
+            prefill_patience: 4.0,
         }
     }
 }

@@ -2,6 +2,7 @@
 
 use std::hash::{DefaultHasher, Hash, Hasher};
 
+use gateway_core::prompt::Span;
 use gateway_core::routing::{ChainMedia, ChainPrompt, Demand, page_keys};
 
 use super::RequestHeader;
@@ -43,8 +44,13 @@ pub(super) fn demand(
         chains,
         affinity: affinity.map(number),
         media: header.items.first().map(|item| first_bytes(&item.hash.0)),
+        media_end: header.items.iter().flat_map(|item| &item.spans).map(end_of).max().unwrap_or(0),
         ..Demand::default()
     }
+}
+
+fn end_of(span: &Span) -> u32 {
+    span.offset + span.length
 }
 
 fn first_bytes(hash: &[u8; 32]) -> u64 {

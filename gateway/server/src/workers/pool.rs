@@ -6,7 +6,7 @@ use std::time::{Duration, Instant};
 
 use gateway_core::model::ModelFacts;
 use gateway_core::routing::{
-    Choice, Demand, Division, Health, MAX_SEATS, NoChoice, Policy, Role, Router, SeatLoad,
+    Choice, Demand, Division, Health, MAX_SEATS, NoChoice, Policy, Role, Router, SeatLoad, Stage,
 };
 use tokio::sync::watch;
 use tonic::transport::{Channel, ClientTlsConfig, Endpoint};
@@ -243,7 +243,10 @@ impl WorkerPool {
                 demand.context_tokens
             ),
             NoChoice::TooBusy { wait_s } => {
-                self.shared.metrics.shed();
+                // one that helps is missed by nobody
+                if demand.stage == Stage::Answer {
+                    self.shared.metrics.shed();
+                }
                 let message = format!(
                     "every worker has more than {wait_s:.0} s of prompts waiting; try again later"
                 );

@@ -23,7 +23,7 @@ const NOTHING: Division = Division { encodes: false, prefills: false };
 #[test]
 fn each_stage_goes_to_workers_of_its_role() {
     let mut router = fleet(&[Role::Encode, Role::Prefill, Role::Decode]);
-    let demand = Demand { media: Some(7), ..prompt(1000, &[]) };
+    let demand = Demand { media: Some(7), media_end: 900, ..prompt(1000, &[]) };
     let (answerer, division) = division(&mut router, &demand);
     assert_eq!(answerer, SeatId(2));
     assert_eq!(division, Division { encodes: true, prefills: true });
@@ -34,7 +34,7 @@ fn each_stage_goes_to_workers_of_its_role() {
 #[test]
 fn workers_that_do_everything_need_nobody_else() {
     let mut router = fleet(&[Role::All, Role::All]);
-    let demand = Demand { media: Some(7), ..prompt(1000, &[]) };
+    let demand = Demand { media: Some(7), media_end: 900, ..prompt(1000, &[]) };
     assert_eq!(division(&mut router, &demand).1, NOTHING);
     let none = router.choose(&demand.of_stage(Stage::Prefill), 0.0).unwrap_err();
     assert_eq!(none, NoChoice::NobodyReady);
@@ -108,4 +108,54 @@ fn equal_pictures_meet_on_one_encoder() {
         homes.insert(home);
     }
     assert_eq!(homes.len(), 3);
+}
+
+#[test]
+fn requests_that_come_together_with_one_beginning_all_ask_who_computes_it() {
+    let mut router = fleet(&[Role::Prefill, Role::Decode]);
+    let keys: Vec<u64> = (0..156).collect();
+    let demand = prompt(156 * PAGE + 32, &keys);
+    // none has ended, so nothing is there yet
+    for _ in 0..3 {
+        assert!(division(&mut router, &demand).1.prefills);
+        // who is about to compute it is asked again, and joins what it computes already
+        assert_eq!(chosen(&mut router, &demand.of_stage(Stage::Prefill)), SeatId(0));
+    }
+    router.cache_news(SeatId(1), &CacheNews { added: &keys, ..CacheNews::default() });
+    assert!(!division(&mut router, &demand).1.prefills);
+}
+
+#[test]
+fn nobody_waits_for_one_that_computes_prompts_much_longer_than_computing_it_takes() {
+    let behind = |tokens| SeatLoad { waiting_prompt_tokens: tokens, ..SeatLoad::default() };
+    let demand = prompt(1000, &[]);
+    let mut router = fleet(&[Role::Prefill, Role::Decode]);
+    router.report(SeatId(0), behind(2_900), 0.0);
+    assert!(division(&mut router, &demand).1.prefills);
+    router.report(SeatId(0), behind(3_100), 0.0);
+    assert!(!division(&mut router, &demand).1.prefills);
+    // a second one is free
+    let mut router = fleet(&[Role::Prefill, Role::Decode, Role::Prefill]);
+    router.report(SeatId(0), behind(5_000_000), 0.0);
+    assert!(division(&mut router, &demand).1.prefills);
+}
+
+#[test]
+fn the_wait_for_a_prompt_is_part_of_what_an_answer_costs() {
+    let behind = |tokens| SeatLoad { waiting_prompt_tokens: tokens, ..SeatLoad::default() };
+    let demand = prompt(1000, &[]);
+    let mut router = fleet(&[Role::Prefill, Role::Decode, Role::All]);
+    assert_eq!(chosen(&mut router, &demand), SeatId(1));
+    router.report(SeatId(0), behind(2_900), 0.0);
+    assert_eq!(chosen(&mut router, &demand), SeatId(2));
+}
+
+#[test]
+fn pictures_in_a_prompt_that_is_there_are_not_encoded_again() {
+    let mut router = fleet(&[Role::Encode, Role::All]);
+    let keys = [1, 2, 3];
+    router.cache_news(SeatId(1), &CacheNews { added: &keys, ..CacheNews::default() });
+    let with_end = |media_end| Demand { media: Some(7), media_end, ..prompt(3 * PAGE + 90, &keys) };
+    assert!(!division(&mut router, &with_end(3 * PAGE)).1.encodes);
+    assert!(division(&mut router, &with_end(3 * PAGE + 1)).1.encodes);
 }
