@@ -20,6 +20,7 @@ BENCHES = {
         "m3stack.bench.kernels.__main__",
         "the GPU kernels, each checked before it is timed",
     ),
+    "transfer": ("m3stack.bench.transfer", "pages from one worker to another over gRPC"),
     "multi-gpu": (
         "m3stack.bench.multi_gpu.__main__",
         "one model divided over GPUs in several ways",

@@ -87,17 +87,20 @@ class GrpcTransport:
             raise TransferError("the source sends what was not asked for", is_final=True)
         if total > MAX_CONTENT_BYTES:
             raise TransferError(f"a content of {total} bytes is announced", is_final=True)
-        data = bytearray()
+        data, end = bytearray(total), 0
         while True:
             piece = response.piece
-            if piece.index != index or piece.offset != len(data) or piece.total_bytes != total:
+            start, end = end, end + len(piece.data)
+            if (piece.index, piece.offset, piece.total_bytes) != (index, start, total):
                 raise TransferError("the pieces of a content do not follow one another")
-            data += piece.data
-            if len(data) >= total:
-                return Content(index, bytes(data), piece.sha256)
+            if end > total or (end == start and total):
+                raise TransferError("a content is not as long as was announced", is_final=True)
+            data[start:end] = piece.data
+            if end == total:
+                return Content(index, data, piece.sha256)
             following = await self._read(call)
             if following is None:
-                raise TransferError(f"the call ended after {len(data)} of {total} bytes")
+                raise TransferError(f"the call ended after {end} of {total} bytes")
             response = following
 
     async def _read(self, call: object) -> pb.FetchResponse | None:

@@ -11,6 +11,7 @@ import grpc
 from m3stack.errors import ErrorKind, WorkerError
 from m3stack.rpc.server import abort
 from m3stack.transfer.interface import content_hash_of
+from m3stack.transfer.port import Data
 from m3stack.transfer.store import ContentStore
 from m3stack.worker.v1 import worker_pb2 as pb
 from m3stack.worker.v1 import worker_pb2_grpc as pb_grpc
@@ -21,7 +22,7 @@ KEY_BYTES = 32
 MAX_TRANSFERS = 8
 
 Call = grpc.aio.ServicerContext[pb.FetchRequest, pb.FetchResponse]
-Contents = AsyncGenerator[tuple[int, bytes], None]
+Contents = AsyncGenerator[tuple[int, Data], None]
 
 
 class TransferService(pb_grpc.TransferServiceServicer):
@@ -99,7 +100,7 @@ async def _pages(store: ContentStore, keys: list[bytes], held: int) -> Contents:
     size = store.pages_at_once
     batches = [range(first, min(first + size, held)) for first in range(0, held, size)]
 
-    async def read(batch: range) -> list[bytes | None]:
+    async def read(batch: range) -> list[Data | None]:
         return await store.read_pages([keys[index] for index in batch])
 
     following = asyncio.ensure_future(read(batches[0])) if batches else None
@@ -126,7 +127,7 @@ async def _features(store: ContentStore, keys: list[bytes], indices: list[int]) 
             yield index, data
 
 
-def _pieces(index: int, data: bytes, digest: bytes) -> Iterator[pb.Piece]:
+def _pieces(index: int, data: Data, digest: bytes) -> Iterator[pb.Piece]:
     total = len(data)
     view = memoryview(data)
     for offset in range(0, max(total, 1), MAX_PIECE_BYTES):

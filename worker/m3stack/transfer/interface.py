@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Protocol
 
+from m3stack.transfer.port import Data
 from m3stack.types import Source
 
 # hashing takes less than a millisecond below
@@ -55,7 +56,7 @@ class Content:
     """
 
     index: int
-    data: bytes
+    data: Data
     sha256: bytes
 
 
@@ -87,14 +88,14 @@ class Transport(Protocol):
         ...
 
 
-def content_hash(key: bytes, data: bytes) -> bytes:
+def content_hash(key: bytes, data: Data) -> bytes:
     """SHA-256 over key and content: one content in the place of another is noticed as well."""
     digest = hashlib.sha256(key)
     digest.update(data)
     return digest.digest()
 
 
-async def content_hash_of(key: bytes, data: bytes) -> bytes:
+async def content_hash_of(key: bytes, data: Data) -> bytes:
     """The same, beside the event loop if it takes long."""
     if len(data) < LARGE_BYTES:
         return content_hash(key, data)

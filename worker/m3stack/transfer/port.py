@@ -12,6 +12,8 @@ from torch import Tensor
 from m3stack.cache.pool import KvPool
 from m3stack.transfer.layout import PageForm, Part
 
+Data = bytes | bytearray | memoryview
+
 
 @dataclass(frozen=True, slots=True)
 class ReadPage:
@@ -25,7 +27,7 @@ class WritePage:
     """Brings a whole page, of which a rank takes its part."""
 
     page: int
-    content: bytes
+    content: Data
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +39,7 @@ class KeepFeatures:
     """
 
     key: bytes
-    content: bytes
+    content: Data
     evicted: tuple[bytes, ...]
 
 
@@ -57,15 +59,15 @@ class Features(Protocol):
 class Port(Protocol):
     """Pages and features of a whole worker. Belongs to the engine thread."""
 
-    def read_page(self, page: int) -> bytes:
+    def read_page(self, page: int) -> Data:
         """All heads and index keys of a page."""
         ...
 
-    def write_page(self, page: int, content: bytes) -> None:
+    def write_page(self, page: int, content: Data) -> None:
         """Fills a page that nobody else owns."""
         ...
 
-    def read_features(self, key: bytes) -> bytes:
+    def read_features(self, key: bytes) -> Data:
         """The features of an item that is encoded."""
         ...
 
@@ -109,33 +111,35 @@ class RankPort:
         return self._form.parts(self._heads, with_index=has_index)
 
     @torch.inference_mode()
-    def read(self, page: int) -> bytes:
+    def read(self, page: int) -> memoryview:
         """This rank's parts of a page, one behind the other."""
         rows = [row.view(torch.uint8).flatten() for row in self._rows(page)]
         # one copy to the host; it waits for whatever still writes to the page
-        return torch.cat(rows).cpu().numpy().tobytes()
+        return _bytes_of(torch.cat(rows))
 
     @torch.inference_mode()
-    def write_page(self, page: int, content: bytes) -> None:
+    def write_page(self, page: int, content: Data) -> None:
         if len(content) != self._form.num_bytes:
             raise ValueError(f"{len(content)} bytes for a page of {self._form.num_bytes}")
-        view = memoryview(content)
-        own = b"".join(view[part.offset : part.offset + part.length] for part in self.parts(page))
-        given = torch.frombuffer(bytearray(own), dtype=torch.uint8).to(self._device)
-        first = 0
-        for row in self._rows(page):
-            size = row.numel() * row.element_size()
-            row.copy_(given[first : first + size].view(row.dtype).view(row.shape))
-            first += size
+        given = torch.frombuffer(_writable(content), dtype=torch.uint8)
+        parts = [given[part.offset : part.offset + part.length] for part in self.parts(page)]
+        if self._device.type != "cpu":
+            # one copy over the bus instead of some hundred
+            sizes = [part.length for part in self.parts(page)]
+            parts = list(torch.cat(parts).to(self._device).split(sizes))
+        for row, part in zip(self._rows(page), parts, strict=True):
+            row.copy_(part.view(row.dtype).view(row.shape))
 
-    def read_page(self, page: int) -> bytes:
+    def read_page(self, page: int) -> Data:
         return self.read(page)
 
-    def read_features(self, key: bytes) -> bytes:
-        return self._features.features(key).contiguous().view(torch.uint8).cpu().numpy().tobytes()
+    def read_features(self, key: bytes) -> Data:
+        rows = self._features.features(key).contiguous().view(torch.uint8)
+        return _bytes_of(rows.flatten())
 
     def keep_features(self, order: KeepFeatures) -> None:
         self._features.drop(order.evicted)
+        # the features outlive what they came in
         given = torch.frombuffer(bytearray(order.content), dtype=torch.uint8)
         rows = given.view(self._pool.shape.dtype).view(-1, self._width)
         self._features.adopt(order.key, rows.to(self._device))
@@ -166,7 +170,7 @@ class FollowerPort:
 
     def obey(self, order: Order) -> None:
         if isinstance(order, ReadPage):
-            self._answer((self._own.parts(order.page), self._own.read(order.page)))
+            self._answer((self._own.parts(order.page), bytes(self._own.read(order.page))))
         elif isinstance(order, WritePage):
             self._own.write_page(order.page, order.content)
         else:
@@ -189,30 +193,40 @@ class LeaderPort:
         form: PageForm,
         *,
         tell: Callable[[Order], None],
-        gather: Callable[[object], Sequence[tuple[tuple[Part, ...], bytes]]],
+        gather: Callable[[object], Sequence[tuple[tuple[Part, ...], Data]]],
     ) -> None:
         self._own = own
         self._form = form
         self._tell = tell
         self._gather = gather
 
-    def read_page(self, page: int) -> bytes:
+    def read_page(self, page: int) -> Data:
         self._tell(ReadPage(page))
         content = bytearray(self._form.num_bytes)
-        for parts, data in self._gather((self._own.parts(page), self._own.read(page))):
+        for parts, data in self._gather((self._own.parts(page), bytes(self._own.read(page)))):
             first = 0
             for part in parts:
                 content[part.offset : part.offset + part.length] = data[first : first + part.length]
                 first += part.length
-        return bytes(content)
+        return content
 
-    def write_page(self, page: int, content: bytes) -> None:
+    def write_page(self, page: int, content: Data) -> None:
         self._tell(WritePage(page, content))
         self._own.write_page(page, content)
 
-    def read_features(self, key: bytes) -> bytes:
+    def read_features(self, key: bytes) -> Data:
         return self._own.read_features(key)
 
     def keep_features(self, order: KeepFeatures) -> None:
         self._tell(order)
         self._own.keep_features(order)
+
+
+def _writable(content: Data) -> bytearray | memoryview:
+    """The same bytes in memory that torch takes without a word."""
+    return bytearray(content) if isinstance(content, bytes) else content
+
+
+def _bytes_of(values: Tensor) -> memoryview:
+    """The memory of a uint8 vector, brought to the host."""
+    return memoryview(values.cpu().numpy())  # type: ignore[arg-type]

@@ -23,6 +23,7 @@ from m3stack.transfer.interface import (
     content_hash_of,
 )
 from m3stack.transfer.keys import chain
+from m3stack.transfer.port import Data
 from m3stack.transfer.store import ContentStore
 from m3stack.types import Request, Source
 
@@ -198,7 +199,7 @@ class Puller:
     ) -> int:
         """One call; takes in what comes and returns the source's epoch."""
         first = progress.here
-        waiting: list[tuple[bytes, bytes]] = []
+        waiting: list[tuple[bytes, Data]] = []
         epoch = wanted.epoch
         failure: TransferError | None = None
         try:
@@ -223,7 +224,7 @@ class Puller:
             raise failure
         return epoch
 
-    async def _land(self, waiting: list[tuple[bytes, bytes]], progress: _Progress) -> bool:
+    async def _land(self, waiting: list[tuple[bytes, Data]], progress: _Progress) -> bool:
         """Takes in what has come; False if there is no room for more."""
         num_waiting = len(waiting)
         landed = await self._store.write_pages(waiting) if waiting else 0

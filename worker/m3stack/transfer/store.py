@@ -15,7 +15,7 @@ from typing import Protocol, TypeVar
 from m3stack.engine.messages import Hand
 from m3stack.engine.plan import FatalStepError, StepPlan
 from m3stack.errors import ErrorKind, WorkerError
-from m3stack.transfer.port import KeepFeatures, Port
+from m3stack.transfer.port import Data, KeepFeatures, Port
 
 _log = logging.getLogger(__name__)
 
@@ -100,12 +100,12 @@ class ContentStore:
 
         return await self._ask(look)
 
-    async def read_pages(self, keys: Sequence[bytes]) -> list[bytes | None]:
+    async def read_pages(self, keys: Sequence[bytes]) -> list[Data | None]:
         """Contents of at most `pages_at_once` pages; None for one that is not here any more."""
         assert len(keys) <= self.pages_at_once
         return await self._ask(lambda hand: [self._read_page(hand, key) for key in keys])
 
-    async def write_pages(self, pages: Sequence[tuple[bytes, bytes]]) -> int:
+    async def write_pages(self, pages: Sequence[tuple[bytes, Data]]) -> int:
         """Takes in pages, of one chain and in order; returns how many of them are here then."""
         assert len(pages) <= self.pages_at_once
         return await self._ask(lambda hand: self._write_pages(hand, pages))
@@ -126,16 +126,16 @@ class ContentStore:
 
         return await self._ask(look)
 
-    async def read_features(self, key: bytes) -> bytes | None:
+    async def read_features(self, key: bytes) -> Data | None:
         """The features of an item; None if they are not here (any more)."""
 
-        def read(hand: Hand) -> bytes | None:
+        def read(hand: Hand) -> Data | None:
             # the encoder frees evicted features on this very thread: what the ledger has is there
             return self._port.read_features(key) if hand.media.is_encoded(key) else None
 
         return await self._ask(read)
 
-    async def write_features(self, key: bytes, content: bytes) -> None:
+    async def write_features(self, key: bytes, content: Data) -> None:
         """Takes in the features of an item that a request has pinned."""
 
         def write(hand: Hand) -> None:
@@ -145,7 +145,7 @@ class ContentStore:
 
         await self._ask(write)
 
-    def _read_page(self, hand: Hand, key: bytes) -> bytes | None:
+    def _read_page(self, hand: Hand, key: bytes) -> Data | None:
         if not hand.is_settled:
             # whether the host's copies of the step under way were made is not known yet
             shared = hand.pages.match([key])
@@ -164,7 +164,7 @@ class ContentStore:
         finally:
             hand.pages.release([page])
 
-    def _write_pages(self, hand: Hand, pages: Sequence[tuple[bytes, bytes]]) -> int:
+    def _write_pages(self, hand: Hand, pages: Sequence[tuple[bytes, Data]]) -> int:
         taken: list[int] = []
         try:
             for index, (key, content) in enumerate(pages):
