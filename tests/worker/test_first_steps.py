@@ -8,7 +8,7 @@ import torch
 from m3stack.cache.pool import PageShape
 from m3stack.checkpoints import builtin_checkpoint
 from m3stack.dry_run import STAND_IN_PAGES
-from m3stack.first_steps import StepSize, run_first_steps, sizes, step_of
+from m3stack.first_steps import StepSize, one_of_each_kind, run_first_steps, sizes, step_of
 from m3stack.models.minimax_m3.model import M3Model
 from tests.worker.support import load, make_cache
 
@@ -59,3 +59,13 @@ def test_time_is_bounded_and_what_was_run_is_counted(model: M3Model) -> None:
     now = iter(range(0, 100, 10))
     assert run_first_steps(model, shape, wanted, budget_s=1000.0) == 5
     assert run_first_steps(model, shape, wanted, budget_s=25.0, clock=lambda: next(now)) == 2
+
+
+def test_one_layer_of_each_kind_stands_for_all(model: M3Model) -> None:
+    part = one_of_each_kind(model)
+    assert len(part.layers) == len(part.config.sparse_layers) == 2
+    assert part.layers[1] is model.layers[1]
+    assert len(model.layers) == model.config.num_layers == 5, "the model itself has changed"
+    batch = step_of(part, StepSize((40,), 40), STAND_IN_PAGES)
+    with torch.inference_mode():
+        assert part(batch, make_cache(part, STAND_IN_PAGES, fill=0.0)).isfinite().all()

@@ -7,10 +7,11 @@ since compilers keep what they made.
 
 from __future__ import annotations
 
+import copy
 import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -24,26 +25,12 @@ _log = logging.getLogger(__name__)
 
 BUDGET_S = 120.0
 DECODE_ROWS = (1, 2, 3, 4, 8, 12, 16, 24, 32, 48, 64, 96, 128)
-PROMPT_TOKENS = (
-    2,
-    9,
-    16,
-    40,
-    64,
-    100,
-    128,
-    200,
-    256,
-    400,
-    512,
-    800,
-    1024,
-    1500,
-    2048,
-    3000,
-    4096,
-    6000,
-    8192,
+# tiles change between powers of two; numbers that divide by sixteen are compiled apart
+PROMPT_TOKENS = tuple(
+    size + offset
+    for power in range(1, 14)
+    for size in ((1 << power), 3 << (power - 1))
+    for offset in (0, 1, 5, 16)
 )
 CONTEXTS = (500, 2048, 8192, 65_536, 100_000, 1_048_576)
 
@@ -66,11 +53,34 @@ def sizes(*, max_tokens: int, max_sequences: int, context_tokens: int) -> Iterat
         longer = min(context_tokens, max(contexts[len(contexts) // 2], 2 * tokens))
         if tokens < longer:
             yield StepSize((tokens,), longer)
-        if tokens > 2 and max_sequences > 2:
+        # three such rows are decode, and come below
+        if tokens > 3 and max_sequences > 2:
             yield StepSize((1, 1, tokens - 2), longer)
     for context in contexts:
         for count in (*(n for n in DECODE_ROWS if n < max_sequences), max_sequences):
             yield StepSize((1,) * count, context)
+
+
+def with_layers(model: M3Model, numbers: Sequence[int]) -> M3Model:
+    """The same weights, only some of the layers."""
+    config = model.config
+    part = copy.copy(model)
+    part._modules = dict(model._modules)
+    part.layers = torch.nn.ModuleList(model.layers[number] for number in numbers)
+    part.config = replace(
+        config,
+        num_layers=len(numbers),
+        sparse_layers=tuple(config.sparse_layers[number] for number in numbers),
+        moe_layers=tuple(config.moe_layers[number] for number in numbers),
+    )
+    return part
+
+
+def one_of_each_kind(model: M3Model) -> M3Model:
+    """The first layer of every kind: all others run the same kernels."""
+    config = model.config
+    kinds = list(zip(config.sparse_layers, config.moe_layers, strict=True))
+    return with_layers(model, [kinds.index(kind) for kind in dict.fromkeys(kinds)])
 
 
 def step_of(model: M3Model, size: StepSize, num_pages: int) -> DeviceBatch:
@@ -114,15 +124,18 @@ def run_first_steps(
     budget_s: float = BUDGET_S,
     clock: Callable[[], float] = time.monotonic,
 ) -> int:
-    """Runs one step of each size, over pages that are given back.
+    """Runs one step of each size through a layer of each kind, over pages that are given back.
 
     Args:
+        shape: of the whole model's pages.
         budget_s: after that long no further size is begun.
 
     Returns:
         How many were run.
     """
     device, began_at, count = model.embedding.device, clock(), 0
+    model = one_of_each_kind(model)
+    shape = replace(shape, sparse_layers=model.config.sparse_layers)
     pool = KvPool(shape, STAND_IN_PAGES, device)
     for layer in pool.layers:
         for tensor in (layer.k_PGBD, layer.v_PGBD, layer.index_k_PBD):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import gc
 from collections.abc import Callable
 from dataclasses import fields, replace
@@ -13,6 +12,7 @@ import torch
 
 from m3stack.assemble import kernel_shape
 from m3stack.bench.agentic.arms import Arm
+from m3stack.first_steps import with_layers
 from m3stack.kernels.interface import Kernels
 from m3stack.kernels.select import build_kernels
 from m3stack.layers import Place
@@ -35,18 +35,8 @@ def truncated(config: M3Config, num_sparse: int) -> M3Config:
 
 def without_dense_layers(model: M3Model) -> M3Model:
     """The same weights, only the sparse layers of them."""
-    config = model.config
-    kept = [number for number, is_sparse in enumerate(config.sparse_layers) if is_sparse]
-    part = copy.copy(model)
-    part._modules = dict(model._modules)
-    part.layers = torch.nn.ModuleList(model.layers[number] for number in kept)
-    part.config = replace(
-        config,
-        num_layers=len(kept),
-        sparse_layers=(True,) * len(kept),
-        moe_layers=tuple(config.moe_layers[number] for number in kept),
-    )
-    return part
+    sparse = model.config.sparse_layers
+    return with_layers(model, [number for number, is_sparse in enumerate(sparse) if is_sparse])
 
 
 class Models:
