@@ -1,5 +1,8 @@
 """`m3stack bench media`: pictures and clips from file bytes to patch rows, beside bare decoders
-and the reference processor, in one run; nothing is timed before its bytes are compared.
+and other ways, in one run; nothing is timed before its bytes are compared.
+
+Times are of the processor, all threads and child processes counted, so that what else a machine
+does weighs less; wall times stand beside them.
 """
 
 from __future__ import annotations
@@ -10,13 +13,13 @@ import io
 import json
 import os
 import platform
+import resource
 import shutil
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -24,18 +27,15 @@ import numpy as np
 import torch
 import torchvision
 import transformers
-from numpy.typing import NDArray
 from PIL import Image
-from torchvision.transforms.v2 import functional
 
 from m3stack._gateway import Preparer
+from m3stack.bench.media_arms import PATCH, Work, clip_arms, picture_arms, run_ffmpeg
 from m3stack.checkpoints import builtin_checkpoint
 
-Work = Callable[[], object]
-Bytes = NDArray[np.uint8]
-
-PATCH = 14
 PICTURES = (("1080p JPEG", 1920, 1080), ("4K JPEG", 3840, 2160))
+# children of ours are told to end when their last frame is there
+SETTLE_S = 0.05
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,12 +60,13 @@ CLIPS = (
 
 @dataclass(slots=True)
 class Row:
-    """Milliseconds of each arm: the median of the rounds, and the best of them."""
+    """Milliseconds of each arm: processor time (median and best of the rounds), wall time."""
 
     name: str
     unit: str = "ms"
     median: dict[str, float] = field(default_factory=dict)
     best: dict[str, float] = field(default_factory=dict)
+    wall: dict[str, float] = field(default_factory=dict)
 
 
 class MismatchError(Exception):
@@ -88,57 +89,48 @@ def photo(width: int, height: int) -> bytes:
     return buffer.getvalue()
 
 
-def patch_rows(frame: Bytes) -> Bytes:
-    """Patch rows [N, 3, 14, 14] of a frame [height, width, 3], by array reshapes."""
-    height, width, _ = frame.shape
-    blocks = frame.reshape(height // 28, 2, PATCH, width // 28, 2, PATCH, 3)
-    return np.ascontiguousarray(blocks.transpose(0, 3, 1, 4, 6, 2, 5)).reshape(-1, 3, PATCH, PATCH)
+def processor_ms() -> float:
+    """Processor time of this process and of its children that have ended."""
+    own, children = (
+        resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)
+    )
+    return (own.ru_utime + own.ru_stime + children.ru_utime + children.ru_stime) * 1e3
 
 
-def run_rounds(row: Row, arms: dict[str, Work], rounds: int) -> Row:
-    """Runs the arms in turn, so that a busy moment meets all of them."""
-    taken: dict[str, list[float]] = {name: [] for name in arms}
+def run_rounds(row: Row, arms: dict[str, Work], rounds: int, settle_s: float = 0.0) -> Row:
+    """Runs the arms in turn, so that a busy moment meets all of them; after each it waits a while
+    for children that were told to end.
+    """
+    spent: dict[str, list[float]] = {name: [] for name in arms}
+    wall: dict[str, list[float]] = {name: [] for name in arms}
     for work in arms.values():
         work()
+    time.sleep(settle_s)
     for _ in range(rounds):
         for name, work in arms.items():
-            begin = time.perf_counter()
+            begin, begin_ms = time.perf_counter(), processor_ms()
             work()
-            taken[name].append((time.perf_counter() - begin) * 1e3)
-    row.median = {name: round(statistics.median(times), 3) for name, times in taken.items()}
-    row.best = {name: round(min(times), 3) for name, times in taken.items()}
+            wall[name].append((time.perf_counter() - begin) * 1e3)
+            time.sleep(settle_s)
+            spent[name].append(processor_ms() - begin_ms)
+    row.median = {name: round(statistics.median(times), 3) for name, times in spent.items()}
+    row.best = {name: round(min(times), 3) for name, times in spent.items()}
+    row.wall = {name: round(statistics.median(times), 3) for name, times in wall.items()}
     return row
 
 
-def picture_arms(ours: Preparer, data: bytes) -> dict[str, Work]:
-    """File bytes to u8 patch rows.
+def checked_picture(ours: Preparer, data: bytes) -> dict[str, Work]:
+    """File bytes to u8 patch rows, by ours and by all others.
 
     Raises:
         MismatchError: ours and torch's resampler differ in a byte.
     """
     rows, (_, grid_height, grid_width) = ours.preprocess_image(data)
-    target = [grid_height * PATCH, grid_width * PATCH]
-    source = torch.frombuffer(bytearray(data), dtype=torch.uint8)
-    cubic = torchvision.transforms.InterpolationMode.BICUBIC
-
-    def by_torch() -> Bytes:
-        planes = torch.from_numpy(np.array(Image.open(io.BytesIO(data)))).permute(2, 0, 1)
-        small = functional.resize(planes, target, interpolation=cubic, antialias=True)
-        return patch_rows(small.permute(1, 2, 0).numpy())
-
-    def by_pillow() -> Bytes:
-        image = Image.open(io.BytesIO(data))
-        size = (target[1], target[0])
-        return patch_rows(np.asarray(image.resize(size, Image.Resampling.BICUBIC)))
-
-    if rows != by_torch().tobytes():
+    others = picture_arms(data, (grid_height * PATCH, grid_width * PATCH))
+    expected = others["torch"]()
+    if not isinstance(expected, np.ndarray) or rows != expected.tobytes():
         raise MismatchError("ours and torch's uint8 bicubic give different patch rows")
-    return {
-        "ours": lambda: ours.preprocess_image(data),
-        "bare_decode": lambda: torchvision.io.decode_jpeg(source),
-        "torch": by_torch,
-        "pillow": by_pillow,
-    }
+    return {"ours": lambda: ours.preprocess_image(data), **others}
 
 
 def chat(kind: str, data: bytes, **controls: float) -> bytes:
@@ -173,23 +165,24 @@ def make_clip(directory: Path, kind: ClipKind) -> Path:
     return path
 
 
-def run_ffmpeg(arguments: Sequence[str]) -> None:
-    command = ["ffmpeg", "-nostdin", "-loglevel", "error", "-y", *arguments]
-    subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
-
-
 def picture_rows(rounds: int) -> list[Row]:
     cold, warm = preparer(0), preparer(1 << 30)
     rows = []
     for name, width, height in PICTURES:
         data = photo(width, height)
-        rows.append(run_rounds(Row(name), picture_arms(cold, data), rounds))
+        rows.append(run_rounds(Row(name), checked_picture(cold, data), rounds))
         body = chat("image", data)
+        plain = json.dumps({"messages": [{"role": "user", "content": "What is it?"}]}).encode()
         arms: dict[str, Work] = {
             "ours": lambda body=body: warm.prepare_chat(body),
             "ours_without_cache": lambda body=body: cold.prepare_chat(body),
+            "ours_without_picture": lambda plain=plain: warm.prepare_chat(plain),
         }
         rows.append(run_rounds(Row(f"{name} seen before, whole request"), arms, rounds))
+        patches, _ = cold.preprocess_image(data)
+        size = Row(f"{name}, patch bytes sent", unit="bytes")
+        size.median = size.best = size.wall = {"ours": len(patches)}
+        rows.append(size)
     return rows
 
 
@@ -199,12 +192,14 @@ def clip_rows(rounds: int) -> list[Row]:
     with tempfile.TemporaryDirectory() as directory:
         for kind in CLIPS:
             path = make_clip(Path(directory), kind)
-            body = chat("video", path.read_bytes(), fps=kind.fps)
+            data = path.read_bytes()
+            _, (_, height, width), frames, _ = cold.preprocess_video(data, fps=kind.fps)
+            body = chat("video", data, fps=kind.fps)
             arms: dict[str, Work] = {
                 "ours": lambda body=body: cold.prepare_chat(body),
-                "bare_decode": lambda path=path: run_ffmpeg(["-i", str(path), "-f", "null", "-"]),
+                **clip_arms(path, frames, (height * PATCH, width * PATCH)),
             }
-            rows.append(run_rounds(Row(kind.name), arms, rounds))
+            rows.append(run_rounds(Row(kind.name), arms, rounds, SETTLE_S))
     return rows
 
 
@@ -216,6 +211,7 @@ def machine() -> dict[str, str]:
         model = names[0].split(":")[1].strip() if names else model
     return {
         "cpu": f"{model}, {os.cpu_count()} logical cores",
+        "load": " ".join(f"{load:.1f}" for load in os.getloadavg()),
         "python": platform.python_version(),
         "torch": torch.__version__,
         "torchvision": torchvision.__version__,
@@ -251,10 +247,12 @@ def main(argv: Sequence[str]) -> int:
     for row in rows:
         print(row.name)
         for arm, median in row.median.items():
-            print(f"  {arm:20} {median:10.3f} {row.unit}   best {row.best[arm]:.3f}")
+            best, wall = row.best[arm], row.wall[arm]
+            print(f"  {arm:20} {median:10.3f} {row.unit}   best {best:.3f}   wall {wall:.3f}")
     if options.json:
         flat = [
-            {"name": row.name, "unit": row.unit, **row.median, "best": row.best} for row in rows
+            {"name": row.name, "unit": row.unit, **row.median, "best": row.best, "wall": row.wall}
+            for row in rows
         ]
         report = {"machine": machine(), "rows": flat}
         options.json.write_text(json.dumps(report, indent=1) + "\n")
