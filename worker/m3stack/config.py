@@ -172,15 +172,14 @@ class WorkerConfig:
         at_least(0),
     )
     step_overlap: str = _setting(
-        "off",
-        "on: a step is queued before the last one has ended; off; auto: on a GPU, with one rank "
-        "(off by default until it has been compared with off on a GPU)",
+        "auto",
+        "on: a step is queued before the last one has ended; off; auto: on a GPU, with one rank",
         one_of(("auto", "on", "off")),
     )
     decode_graph_bytes: int = _setting(
-        0,
+        -1,
         "GPU memory that recorded decode steps (CUDA graphs) may take; -1: 2 GiB on a GPU with one "
-        "rank; 0: none (the default until they have been compared with plain steps on a GPU)",
+        "rank; 0: none",
         at_least(-1),
     )
     first_steps_s: float = _setting(
