@@ -33,7 +33,7 @@ pytestmark = [
 CPU = torch.device("cpu")
 ALPHA, LIMIT = 1.702, 7.0
 EXPERTS = 4
-# hidden values, results and their sum are rounded to bf16, a relative 2^-9 / sqrt(3) each; some more
+# hidden values, results and their sum are rounded to bf16, a relative 2^-9 / sqrt(3) each; more
 # for the few values here
 CLOSE = 5e-3
 

@@ -51,6 +51,7 @@ inline uint32_t swizzled(uint32_t address) { return address ^ (address >> 7 & 7)
 inline void land_box(const CUtensorMap& map, uint32_t to, emulator::Block* block, const int (&start)[5]) {
     uint32_t done = 0;
     const int bytes = map.element_bytes, rank = map.rank;
+    const bool is_swizzled = map.box[0] * map.element_bytes == 128;
     int64_t boxes[5] = {1, 1, 1, 1, 1};
     for (int i = 0; i < rank; ++i) boxes[i] = map.box[i];
     for (int64_t v = 0; v < boxes[4]; ++v)
@@ -65,7 +66,7 @@ inline void land_box(const CUtensorMap& map, uint32_t to, emulator::Block* block
                             inside = inside && at[i] >= 0 && uint64_t(at[i]) < map.sizes[i];
                             if (i > 0) offset += at[i] * int64_t(map.strides[i - 1]);
                         }
-                        const uint32_t target = bytes == 2 ? swizzled(to + done) : to + done;
+                        const uint32_t target = is_swizzled ? swizzled(to + done) : to + done;
                         if (inside) std::memcpy(pointer_of(target, block), map.address + offset, bytes);
                         else std::memset(pointer_of(target, block), 0, bytes);
                         done += bytes;

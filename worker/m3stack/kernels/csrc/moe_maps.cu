@@ -5,8 +5,8 @@
 #include <stdint.h>
 
 // A map of `rank` dims, innermost first; `strides` are bytes of dims 1 and up. Elements of two bytes are
-// bf16, copied with the 128-byte swizzle; others are bytes, copied as they stand. Returns 0, a
-// cudaError_t, or minus a CUresult.
+// bf16, others are bytes; boxes 128 bytes wide are copied with the 128-byte swizzle, others as they stand.
+// Returns 0, a cudaError_t, or minus a CUresult.
 extern "C" int m3_expert_map(void* map, void* address, int element_bytes, int rank, const uint64_t* sizes,
                              const uint64_t* strides, const uint32_t* box) {
     void* found = nullptr;
@@ -21,7 +21,7 @@ extern "C" int m3_expert_map(void* map, void* address, int element_bytes, int ra
     const CUresult result = encode(
         static_cast<CUtensorMap*>(map), is_wide ? CU_TENSOR_MAP_DATA_TYPE_BFLOAT16 : CU_TENSOR_MAP_DATA_TYPE_UINT8,
         rank, address, sizes, strides, box, steps, CU_TENSOR_MAP_INTERLEAVE_NONE,
-        is_wide ? CU_TENSOR_MAP_SWIZZLE_128B : CU_TENSOR_MAP_SWIZZLE_NONE, CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
+        box[0] * element_bytes == 128 ? CU_TENSOR_MAP_SWIZZLE_128B : CU_TENSOR_MAP_SWIZZLE_NONE, CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
         CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
     return -int(result);
 }

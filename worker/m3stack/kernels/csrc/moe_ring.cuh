@@ -12,9 +12,8 @@
 
 namespace m3 {
 
-constexpr int kChunk = 64;      // columns of a stage
+constexpr int kChunk = 64;      // columns of tokens side by side
 constexpr int kTileRows = 128;  // of a weight
-constexpr int kBoxTokens = 16, kBoxBytes = kBoxTokens * kChunk * 2;
 constexpr int kConsumers = 2;
 constexpr int kRingThreads = (kConsumers + 1) * kWarpgroup;
 constexpr int kNeighbours = 4;  // blocks that read a weight's rows one after another
@@ -40,6 +39,7 @@ struct RingArgs {
     int32_t outputs;            // channels: half the rows of an up product
     int32_t max_blocks;         // of the routed experts
     int32_t own_block;          // tokens of a block of the shared expert
+    int32_t box_tokens;         // of one copy; all copies of a tile stay within its `kMost`
 };
 
 struct RingLaunch {
@@ -52,8 +52,12 @@ struct Form {
     static constexpr bool kCoded = MXFP8;
     static constexpr int kMost = MOST, kCluster = CLUSTER;
     static constexpr Mode kMode = MODE;
-    static constexpr int kWeightBytes = kTileRows * kChunk * (MXFP8 ? 1 : 2);
-    static constexpr int kStageBytes = kWeightBytes + MOST * kChunk * 2;
+    // rows of 128 bytes where there is room: the copy engine takes as long for shorter ones
+    static constexpr bool kIsWide = MXFP8 && MOST <= 64;
+    static constexpr int kColumns = kIsWide ? 2 * kChunk : kChunk;  // of a stage
+    static constexpr int kWeightBytes = kTileRows * kColumns * (MXFP8 ? 1 : 2);
+    static constexpr int kTokenBytes = MOST * kChunk * 2;  // of 64 columns
+    static constexpr int kStageBytes = kWeightBytes + kColumns / kChunk * kTokenBytes;
     static constexpr int kStages = (kMostShared - 2 * kConsumers * 4 * MOST) / kStageBytes;
     static constexpr int kTileChannels = MODE == kUp ? 64 : 128;
 };
@@ -122,7 +126,7 @@ template <typename F>
 struct Copies {
     const CUtensorMap *weights, *tokens;
     int first_rows, second_rows;  // coordinates of a weight's groups of rows
-    int first_token, boxes;
+    int first_token, boxes, box_tokens;
 
     __device__ __forceinline__ Copies(const RingLaunch& launch, const Tile& tile, int rank) {
         const bool is_own = tile.expert < 0;
@@ -140,27 +144,38 @@ struct Copies {
         first_token = tile.first_token;
         // each block of a cluster copies one at least: what it waits for then holds back the others too,
         // whose warps would else come a second time before its own have come once
-        boxes = max((tile.count + kBoxTokens - 1) / kBoxTokens, F::kCluster);
+        box_tokens = launch.a.box_tokens;
+        boxes = max((tile.count + box_tokens - 1) / box_tokens, F::kCluster);
     }
 
     __device__ __forceinline__ void copy_weights(RingShared<F>& shared, int stage, int column) const {
         uint64_t* full = &shared.full[stage];
-        barrier_arrive_expect(full, F::kWeightBytes + boxes * kBoxBytes);
+        barrier_arrive_expect(full, F::kWeightBytes + boxes * box_tokens * F::kColumns * 2);
         uint8_t* to = shared.stages[stage];
-        copy_rows(to, weights, full, column, first_rows, F::kCoded ? 0 : second_rows);
-        if constexpr (F::kCoded) copy_rows(to + F::kWeightBytes / 2, weights, full, column, second_rows, 0);
+        if constexpr (F::kIsWide) {
+            copy_rows(to, weights, full, column, 0, first_rows);
+            copy_rows(to + F::kWeightBytes / 2, weights, full, column, 0, second_rows);
+        } else if constexpr (F::kCoded) {
+            copy_rows(to, weights, full, column, first_rows, 0);
+            copy_rows(to + F::kWeightBytes / 2, weights, full, column, second_rows, 0);
+        } else {
+            copy_rows(to, weights, full, column, first_rows, second_rows);
+        }
     }
 
     // of a cluster, each block copies every other box for both
     __device__ __forceinline__ void copy_tokens(RingShared<F>& shared, int stage, int column, int rank) const {
         uint8_t* to = shared.stages[stage] + F::kWeightBytes;
         uint64_t* full = &shared.full[stage];
+#pragma unroll 1
         for (int box = rank; box < boxes; box += F::kCluster) {
-            if constexpr (F::kCluster == 1) {
-                copy_tile(to + box * kBoxBytes, tokens, full, column, first_token + box * kBoxTokens);
-            } else {
-                copy_tile_to_both(to + box * kBoxBytes, tokens, full, column, first_token + box * kBoxTokens);
+            const int token = box * box_tokens;
+            uint8_t* at = to + token * kChunk * 2;
+            if constexpr (F::kIsWide) {
+                copy_tile(at + F::kTokenBytes, tokens, full, column + kChunk, first_token + token);
             }
+            if constexpr (F::kCluster == 1) copy_tile(at, tokens, full, column, first_token + token);
+            else copy_tile_to_both(at, tokens, full, column, first_token + token);
         }
     }
 };
@@ -179,14 +194,16 @@ __device__ __forceinline__ void produce(const RingLaunch& launch, RingShared<F>&
         int ahead = 0;
         if (is_first) {
             // weights do not depend on the kernel before this one
-            ahead = min(width, F::kStages * kChunk);
-            for (int column = 0; column < ahead; column += kChunk) {
-                copies.copy_weights(shared, column / kChunk, column);
+            ahead = min(width, F::kStages * F::kColumns);
+#pragma unroll 1
+            for (int column = 0; column < ahead; column += F::kColumns) {
+                copies.copy_weights(shared, column / F::kColumns, column);
             }
             wait_for_previous_kernel();
             is_first = false;
         }
-        for (int column = 0; column < width; column += kChunk) {
+#pragma unroll 1
+        for (int column = 0; column < width; column += F::kColumns) {
             if (column >= ahead) {
                 barrier_wait(&shared.empty[ring.stage], ring.parity ^ 1);
                 copies.copy_weights(shared, ring.stage, column);
@@ -313,10 +330,13 @@ __device__ __forceinline__ void multiply_coded(float (&d)[N / 2], int chunks, ui
             const uint32_t selector = byte_selector(threadIdx.x % 4 / 2 + 2 * i);
             const uint32_t low_factor = factor_of(__byte_perm(low_word, 0, selector));
             const uint32_t high_factor = factor_of(__byte_perm(high_word, 0, selector));
-            barrier_wait(&shared.full[ring.stage], ring.parity);
+            const bool is_new = i == 0 || !F::kIsWide;
+            if (is_new) barrier_wait(&shared.full[ring.stage], ring.parity);
             const uint32_t at = shared_address(shared.stages[ring.stage]);
-            const uint4 low = load_shared(at + low_at), high = load_shared(at + high_at);
-            const uint64_t b = describe_rows(at + F::kWeightBytes);
+            // the other half of a swizzled row is 64 bytes off, in either direction
+            const uint32_t half_row = F::kIsWide ? i * 64 : 0;
+            const uint4 low = load_shared(at + (low_at ^ half_row)), high = load_shared(at + (high_at ^ half_row));
+            const uint64_t b = describe_rows(at + F::kWeightBytes + (F::kIsWide ? i * F::kTokenBytes : 0));
 #pragma unroll
             for (int half = 0; half < 2; ++half) {
                 // products of these registers have ended; those of the other two run on
@@ -327,10 +347,12 @@ __device__ __forceinline__ void multiply_coded(float (&d)[N / 2], int chunks, ui
                 for (int k = 0; k < 2; ++k) multiply_registers<N>(d, left[half].a[k], b + 4 * half + 2 * k, 1);
                 mma_commit();
                 mma_wait<1>();
-                if (half == 0 && base + i > 0) release<F>(shared, before);
+                if (half == 0 && is_new && base + i > 0) release<F>(shared, before);
             }
-            before = ring.stage;
-            ring.advance();
+            if (i == 1 || !F::kIsWide) {
+                before = ring.stage;
+                ring.advance();
+            }
         }
     }
     mma_wait<0>();
@@ -386,21 +408,30 @@ struct Lane {
 
     __device__ __forceinline__ explicit Lane(int outputs) {
         const int warp = (threadIdx.x / kWarpgroup - 1) * 4 + threadIdx.x % kWarpgroup / 32;
-        const int lane = threadIdx.x % 32, row = lane / 4, bytes = lane % 4 * 16;
-        // of 8 rows side by side, the even ones come first
-        constexpr int kHalf = F::kWeightBytes / 2, kRow = kChunk;
+        const int lane = threadIdx.x % 32, row = lane / 4;
         if constexpr (F::kMode == kUp) {
             channel = warp * 8 + row;
             low = F::kCoded ? column_at(channel) : channel;
             high = low + outputs;
-            low_at = (low / 8 * 8 + low % 2 * 4 + low % 8 / 2) * kRow + bytes;
-            high_at = low_at + kHalf;
+            low_at = place_of(low, lane);
+            high_at = low_at + F::kWeightBytes / 2;
         } else {
             channel = low = warp * 16 + row * 2;
             high = low + 1;
-            low_at = warp / 4 * kHalf + (low % 64 / 8 * 8 + low % 8 / 2) * kRow + bytes;
-            high_at = low_at + 4 * kRow;
+            low_at = place_of(low, lane);
+            high_at = place_of(high, lane);
         }
+    }
+
+    // Where a lane's 16 bytes of an MXFP8 row of the tile stand. Of 8 rows side by side the order is such
+    // that lanes side by side read other banks: even ones first, or by bits 1, 2 and 0 of their number.
+    static __device__ __forceinline__ uint32_t place_of(int row, int lane) {
+        const int half = row / 64 * F::kWeightBytes / 2, group = row % 64 / 8 * 8, r = row % 8;
+        if constexpr (F::kIsWide) {
+            const int at = r / 2 % 2 * 4 + r / 4 * 2 + r % 2;
+            return half + (group + at) * 128 + ((lane % 4 ^ at) & 3) * 16 + at / 4 * 64;
+        }
+        return half + (group + r % 2 * 4 + r / 2) * 64 + lane % 4 * 16;
     }
 };
 

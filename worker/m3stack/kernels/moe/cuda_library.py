@@ -26,7 +26,7 @@ NEEDED_CAPABILITY = (9, 0)
 FEW_TOKENS = (8, 16, 32, 64)
 # tokens of a block of the ring's kernels
 SOME_TOKENS, MANY_TOKENS = 64, 288
-ROUTE_TOKENS, ROUTE_EXPERTS, ROUTE_CHOSEN = 8, 256, 32
+ROUTE_TOKENS, ROUTE_EXPERTS, ROUTE_CHOSEN = 2, 256, 32
 # of the routing of many tokens: experts, columns of a step, tokens of a tile
 MANY_ROUTE_EXPERTS, ROUTE_COLUMNS, ROUTE_TILE = 128, 64, 128
 ROUTER_PARTS = 3
@@ -92,6 +92,7 @@ class RingArgs(ctypes.Structure):
         ("outputs", c_int32),
         ("max_blocks", c_int32),
         ("own_block", c_int32),
+        ("box_tokens", c_int32),
     )
 
 

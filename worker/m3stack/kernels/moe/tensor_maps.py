@@ -8,7 +8,6 @@ from torch import Tensor
 
 MAP_BYTES = 128
 COLUMNS = 64  # of a stage
-BOX_TOKENS = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,7 +25,7 @@ class MapSizes:
     box: tuple[int, ...]
 
 
-def token_map(x: Tensor, *, box_tokens: int = BOX_TOKENS) -> MapSizes:
+def token_map(x: Tensor, box_tokens: int) -> MapSizes:
     """Rows of bf16 [T, M], dense in the last dim."""
     return MapSizes(2, (x.shape[1], x.shape[0]), (2 * x.stride(0),), (COLUMNS, box_tokens))
 
@@ -63,4 +62,15 @@ def coded_map(elements: Tensor) -> MapSizes:
         (width, 4, 2, num_experts * rows // 8, 1),
         (2 * width, width, 8 * width, num_experts * rows * width),
         (COLUMNS, 4, 2, 8, 1),
+    )
+
+
+def wide_coded_map(elements: Tensor) -> MapSizes:
+    """The same, two stages' columns at once: 8 rows by bits 1, 2 and 0 of their number."""
+    num_experts, rows, width = elements.shape
+    return MapSizes(
+        1,
+        (width, 2, 2, 2, num_experts * rows // 8),
+        (width, 4 * width, 2 * width, 8 * width),
+        (2 * COLUMNS, 2, 2, 2, 8),
     )

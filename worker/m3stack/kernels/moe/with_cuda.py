@@ -31,7 +31,7 @@ from m3stack.kernels.moe.cuda_library import (
     RouteManyArgs,
 )
 from m3stack.kernels.moe.grouping_with_triton import group_pairs
-from m3stack.kernels.moe.tensor_maps import BOX_TOKENS, coded_map, down_map, token_map, up_map
+from m3stack.kernels.moe.tensor_maps import coded_map, down_map, token_map, up_map, wide_coded_map
 from m3stack.kernels.moe.with_triton import TritonExperts, combine
 from m3stack.kernels.quantised import with_triton as triton_linears
 
@@ -40,6 +40,9 @@ PLAIN_COLUMNS, RING_COLUMNS, MXFP8_COLUMNS = 32, 64, 128
 # rows of a weight tile of the ring's down product
 TILE_ROWS = 128
 MAX_LINEAR_TOKENS = 128
+# tokens of the ring's blocks are cut in these steps, and copied in boxes of so many
+TOKEN_STEP = 16
+BOX_TOKENS = {SOME_TOKENS: 16, MANY_TOKENS: 144}
 
 
 class Path(StrEnum):
@@ -55,7 +58,7 @@ def choose_path(num_tokens: int, num_pairs: int, num_experts: int, *, is_mxfp8: 
     """What was fastest, by the pairs an expert has on average; a function of sizes alone."""
     average = num_pairs / num_experts
     if is_mxfp8:
-        if average <= 20:
+        if average <= 3:
             return Path.FEW
         return Path.SOME if average <= 64 else Path.MANY
     if num_tokens <= 4:
@@ -142,8 +145,7 @@ class CudaExperts:
             splits=splits,
         )  # fmt: skip
         maps = [
-            self._library.tensor_map(rows, token_map(rows, box_tokens=ROUTE_TILE))
-            for rows in (x_TM, parts)
+            self._library.tensor_map(rows, token_map(rows, ROUTE_TILE)) for rows in (x_TM, parts)
         ]
         self._library.route_many(arguments, maps[0], maps[1])
 
@@ -204,11 +206,12 @@ class CudaExperts:
         ordered = self._library.gather(rows, None, top_k=1, is_coded=True)
         # a down product of the shared expert alone is a linear
         arguments = RingArgs(
-            own_scales=scales, out=out.data_ptr(), factor=1.0, num_tokens=num_tokens, width=width,
-            outputs=num_outputs, own_block=_own_block(num_tokens, MANY_TOKENS),
+            own_scales=scales, out=out.data_ptr(), factor=1.0,
+            num_tokens=num_tokens, width=width, outputs=num_outputs,
+            own_block=_own_block(num_tokens, MANY_TOKENS), box_tokens=BOX_TOKENS[MANY_TOKENS],
         )  # fmt: skip
-        tokens_map = self._library.tensor_map(ordered, token_map(ordered))
-        weight_map = _weight_map(self._library, weight, Mode.DOWN)
+        tokens_map = self._library.tensor_map(ordered, token_map(ordered, BOX_TOKENS[MANY_TOKENS]))
+        weight_map = _weight_map(self._library, weight, Mode.DOWN, MANY_TOKENS)
         maps = [tokens_map, tokens_map, weight_map, weight_map]
         self._library.ring(arguments, maps, Mode.DOWN, MANY_TOKENS)
         return out
@@ -312,13 +315,13 @@ class _Call:
                 limit=self.limit, factor=self.factor, num_pairs=num_pairs,
                 num_tokens=0 if own is None else num_tokens, width=source.shape[1],
                 outputs=target.shape[1], max_blocks=order.max_blocks,
-                own_block=_own_block(num_tokens, most),
+                own_block=_own_block(num_tokens, most), box_tokens=BOX_TOKENS[most],
             )  # fmt: skip
             maps = [
-                self.library.tensor_map(rows, token_map(rows))
+                self.library.tensor_map(rows, token_map(rows, BOX_TOKENS[most]))
                 for rows in (source, source if own is None else own_source)
             ]
-            maps += [_weight_map(self.library, one, mode) for one in (matrix, own_matrix)]
+            maps += [_weight_map(self.library, one, mode, most) for one in (matrix, own_matrix)]
             self.library.ring(arguments, maps, mode, most)
         return self._combined(results, None if own is None else results[num_pairs:])
 
@@ -365,14 +368,15 @@ def _own_block(num_tokens: int, most: int) -> int:
     """Tokens of a block of the shared expert: none above `most`, all about as many."""
     blocks = -(-num_tokens // most)
     size = -(-num_tokens // blocks)
-    return -(-size // BOX_TOKENS) * BOX_TOKENS
+    return -(-size // TOKEN_STEP) * TOKEN_STEP
 
 
-def _weight_map(library: ExpertLibrary, weight: Weight, mode: Mode) -> bytes:
+def _weight_map(library: ExpertLibrary, weight: Weight, mode: Mode, most: int) -> bytes:
     elements = _elements(weight)
     stack = elements if elements.dim() == 3 else elements[None]
     if isinstance(weight, Mxfp8Weight):
-        return library.tensor_map(stack, coded_map(stack))
+        is_wide = most == SOME_TOKENS
+        return library.tensor_map(stack, wide_coded_map(stack) if is_wide else coded_map(stack))
     return library.tensor_map(stack, up_map(stack) if mode is Mode.UP else down_map(stack))
 
 
