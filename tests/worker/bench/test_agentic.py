@@ -21,6 +21,7 @@ def test_a_trace_is_the_same_in_every_run_and_of_the_sizes_asked_for() -> None:
     assert first == again
     # more conversations do not change those before
     assert conversations(shape, 3, 100) == first[:3]
+    assert conversations(shape, 2, 100, first=3) == first[3:5]
     for conversation in first:
         assert len(conversation.turns) == 4
         for turn in conversation.turns:

@@ -63,8 +63,11 @@ def measure(model: M3Model, shape: FullCacheShape) -> list[FullCacheRow]:
         replay = Replay(running.engine, running.mailbox, shared_prefix(trace, vocab_size))
         replay.warm(most, (64,))
         before = running.preemptions
+        asked = 0
         for concurrency in shape.concurrencies:
-            got = replay.measure("full", conversations(trace, concurrency, vocab_size))
+            scripts = conversations(trace, concurrency, vocab_size, first=asked)
+            asked += concurrency
+            got = replay.measure("full", scripts)
             rows.append(
                 FullCacheRow(
                     concurrency=concurrency,

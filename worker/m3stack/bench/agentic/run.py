@@ -119,10 +119,12 @@ class Bench:
         with running_engine(model, sizes) as running:
             replay = Replay(running.engine, running.mailbox, shared)
             replay.warm(most, (64, growing))
+            asked = 0
             for concurrency, turns in runs:
                 scripts = conversations(
-                    replace(shape, turns=turns), concurrency, config.vocab_size - 64
+                    replace(shape, turns=turns), concurrency, config.vocab_size - 64, first=asked
                 )
+                asked += concurrency
                 row = replay.measure(arm_name, scripts)
                 self.document.rows.append(asdict(row))
                 say(

@@ -46,10 +46,16 @@ def shared_prefix(shape: TraceShape, vocab_size: int) -> tuple[int, ...]:
     return _tokens(random.Random("shared"), shape.shared, vocab_size)
 
 
-def conversations(shape: TraceShape, count: int, vocab_size: int) -> list[Conversation]:
-    """The same ones in every run."""
+def conversations(
+    shape: TraceShape, count: int, vocab_size: int, *, first: int = 0
+) -> list[Conversation]:
+    """The same ones in every run.
+
+    Args:
+        first: number of the first one: what an engine has seen before is in its cache.
+    """
     made: list[Conversation] = []
-    for number in range(count):
+    for number in range(first, first + count):
         rng = random.Random(f"conversation {number}")
         made.append(
             Conversation(
