@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from m3stack.train.fused import fused_pointwise
-from m3stack.train.operations import plain_pointwise
+from m3stack.train.pointwise import plain_pointwise
 
 FUSED, PLAIN = fused_pointwise(), plain_pointwise()
 

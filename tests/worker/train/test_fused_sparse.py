@@ -6,13 +6,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from m3stack.train import sparse
-from m3stack.train.fused_sparse import fused_sparse
+from m3stack.train import fused_sparse, sparse
 
 # of Triton's interpreter, in loops whose bounds are computed
 pytestmark = pytest.mark.filterwarnings("ignore:Conversion of an array:DeprecationWarning")
 
-FUSED = fused_sparse()
+FUSED = fused_sparse.fused_sparse()
 ROWS, LENGTH, HEADS, GROUPS, DIM, BLOCK, CHOSEN = 2, 96, 4, 2, 16, 32, 2
 
 
@@ -46,9 +45,12 @@ def test_scores_choose_the_same_blocks(is_shared: bool) -> None:
     assert (plain[:, :, -1] >= 0).all()
 
 
-# with large values almost all of a row's weight is on one key
-@pytest.mark.parametrize("scale", [1.0, 6.0])
-def test_attention_and_its_gradients(scale: float) -> None:
+# with large values almost all of a row's weight is on one key; a block's keys may take two tiles
+@pytest.mark.parametrize(("scale", "tile_keys"), [(1.0, 64), (6.0, 16)])
+def test_attention_and_its_gradients(
+    scale: float, tile_keys: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(fused_sparse, "TILE_KEYS", tile_keys)
     given = tensors(scale)
     blocks = sparse.choose(given["index_q"], given["index_k"], block=BLOCK, num_blocks=CHOSEN)
     inputs = [given[name] for name in ("q", "k", "v")]

@@ -12,6 +12,7 @@ from m3stack.checkpoints import builtin_checkpoint
 from m3stack.models.minimax_m3 import tiny
 from m3stack.models.minimax_m3.config import M3Config
 from m3stack.train.batches import TAIL_TOKENS, Batch, BatchKind, BatchMaker
+from m3stack.train.drills import DRILL_TOKENS
 from m3stack.train.encode import Encoder
 from m3stack.train.graphs import Buffers, weighted_step
 from m3stack.train.loop import initial_student, loss_positions
@@ -53,3 +54,22 @@ def test_padding_changes_nothing(selection: Selection) -> None:
     for name, parameter in student.model.named_parameters():
         if parameter.grad is not None:
             torch.testing.assert_close(padded[name], parameter.grad, rtol=1e-3, atol=1e-5)
+
+
+def test_padding_changes_no_hint() -> None:
+    config = M3Config.from_object(tiny.config_object())
+    student = initial_student(config, torch.device("cpu"), tiny.initial_weights(config))
+    tokenizer: Path = builtin_checkpoint("tiny") / "tokenizer.json"
+    maker, kind = BatchMaker(Encoder(tokenizer), seed=2), BatchKind(1, DRILL_TOKENS, is_drill=True)
+    layout = Layout(1, DRILL_TOKENS, Selection.ALL, has_hints=True)
+    first, batch = maker.make(0, kind), maker.make(1, kind)
+    assert (batch.sources_S >= 0).any()
+    buffers = Buffers(first, layout, torch.device("cpu"))
+    buffers.fill(batch, None)
+    padded = weighted_step(student, buffers, layout)
+    student.logits(batch, layout)
+    _, hint_losses = student.operations.take_losses()
+    # two heads of the dense layer, a group in each of two sparse ones
+    assert len(hint_losses) == 4
+    mean = torch.stack(hint_losses).detach().mean()
+    torch.testing.assert_close(padded.hint_loss, mean, rtol=0, atol=1e-5)

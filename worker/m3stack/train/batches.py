@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from m3stack.train import drills, needles, pictures, text_tasks
+from m3stack.train import drills, hints, needles, pictures, text_tasks
 from m3stack.train.encode import Encoded, Encoder, Media, Turn, patches_of
 
 SHORT_TOKENS = 1024
@@ -54,6 +54,11 @@ class BatchKind:
     is_needle: bool = False
     is_drill: bool = False
 
+    @property
+    def has_sources(self) -> bool:
+        """Whether its batches know where answers were said before."""
+        return self.is_needle or self.is_drill
+
 
 @dataclass(frozen=True, slots=True)
 class Batch:
@@ -66,6 +71,8 @@ class Batch:
         targets_S: int64, those tokens.
         answers_S: int64, number of the answer each belongs to.
         skills_A: int64, number in `SKILLS` of each answer's skill.
+        sources_S: int64, for every prediction of a kind with sources: where in its sequence the
+            same was said before; -1 for none.
         patches: grid -> uint8 [items * t*h*w, values] of all items of that grid.
         media_rows: grid -> int64, rows of the step that the items' features replace.
     """
@@ -76,6 +83,7 @@ class Batch:
     targets_S: Tensor
     answers_S: Tensor
     skills_A: Tensor
+    sources_S: Tensor
     patches: Mapping[tuple[int, int, int], Tensor]
     media_rows: Mapping[tuple[int, int, int], Tensor]
 
@@ -88,6 +96,7 @@ class Batch:
             targets_S=change(self.targets_S),
             answers_S=change(self.answers_S),
             skills_A=change(self.skills_A),
+            sources_S=change(self.sources_S),
             patches={grid: change(x) for grid, x in self.patches.items()},
             media_rows={grid: change(x) for grid, x in self.media_rows.items()},
         )
@@ -107,6 +116,7 @@ class BatchMaker:
 
     def __init__(self, encoder: Encoder, seed: int) -> None:
         self._encoder, self._seed = encoder, seed
+        (self._is,) = encoder.text_ids(" is")
         self._sentences = needles.plain_sentences()
         self._sentence_ids = [encoder.text_ids(f" {text}") for text in self._sentences]
         self._lengths = [len(ids) for ids in self._sentence_ids]
@@ -125,7 +135,7 @@ class BatchMaker:
                 rows.append(
                     self._short_row(rng, kind.num_tokens, has_media=row < kind.num_media_rows)
                 )
-        return collate(rows, kind)
+        return collate(rows, kind, asked_after=None if kind.is_drill else self._is)
 
     def _short_row(self, rng: random.Random, num_tokens: int, *, has_media: bool) -> Encoded:
         mode = rng.choices(("disabled", "adaptive", "enabled"), (6, 2, 2))[0]
@@ -225,8 +235,12 @@ def _thinking(turns: list[Turn], *, thinks: bool = True) -> list[Turn]:
     ]
 
 
-def collate(rows: list[Encoded], kind: BatchKind) -> Batch:
-    """Rows side by side, cut or padded to the batch's length."""
+def collate(rows: list[Encoded], kind: BatchKind, *, asked_after: int | None = None) -> Batch:
+    """Rows side by side, cut or padded to the batch's length.
+
+    Args:
+        asked_after: what stands before a token whose source is told; None is anything.
+    """
     length = kind.num_tokens
     ids = np.empty((len(rows), length), np.int64)
     answers = np.full((len(rows), length), NO_ANSWER, np.int64)
@@ -250,12 +264,18 @@ def collate(rows: list[Encoded], kind: BatchKind) -> Batch:
                 slots += range(index * length + start, index * length + start + many)
     # row t predicts token t + 1
     row_index, column = np.nonzero(answers[:, 1:] >= 0)
+    sources = np.full(row_index.shape, -1, np.int64)
+    for row in range(len(rows) if kind.has_sources else 0):
+        mine = np.nonzero(row_index == row)[0]
+        predicted = (column[mine] + 1).tolist()
+        sources[mine] = hints.sources(ids[row].tolist(), predicted, asked_after)
     return Batch(
         ids_T=torch.from_numpy(ids.reshape(-1)),
         kind=kind,
         loss_rows_S=torch.from_numpy(row_index * length + column),
         targets_S=torch.from_numpy(ids[row_index, column + 1]),
         answers_S=torch.from_numpy(answers[row_index, column + 1]),
+        sources_S=torch.from_numpy(sources),
         skills_A=torch.tensor([_NUMBERS[name] for name in skills], dtype=torch.int64),
         patches={
             grid: torch.from_numpy(np.concatenate([patches_of(item) for item in items]))

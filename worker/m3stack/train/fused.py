@@ -12,7 +12,7 @@ import triton.language as tl
 from torch import Tensor
 from torch.autograd.function import FunctionCtx
 
-from m3stack.train.operations import Pointwise
+from m3stack.train.pointwise import Pointwise
 
 
 def fused_pointwise() -> Pointwise:

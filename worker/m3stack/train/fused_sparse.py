@@ -14,7 +14,7 @@ import triton.language as tl
 from torch import Tensor
 from torch.autograd.function import FunctionCtx
 
-from m3stack.train.operations import SparseKernels
+from m3stack.train.pointwise import SparseKernels
 
 TILE_ROWS = 64
 """Query rows of a tile: tokens times the heads of a group, or times groups."""

@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from m3stack.models.minimax_m3.vision import Grid
+from m3stack.train import hints
 from m3stack.train.batches import TAIL_TOKENS, Batch
 from m3stack.train.model import Student
 from m3stack.train.operations import Layout
@@ -67,6 +68,7 @@ class StepResult:
 
     loss: Tensor
     index_loss: Tensor
+    hint_loss: Tensor
     norm: Tensor
     loss_S: Tensor
     right_S: Tensor
@@ -100,6 +102,7 @@ class Buffers:
             targets_S=room(batch.targets_S, capacity.predictions),
             answers_S=batch.answers_S,
             skills_A=batch.skills_A,
+            sources_S=room(batch.sources_S, capacity.predictions),
             patches={grid: room(x, item_rows(grid)) for grid, x in batch.patches.items()},
             media_rows={
                 grid: room(x, item_rows(grid) * x.shape[0] // batch.patches[grid].shape[0])
@@ -125,6 +128,8 @@ class Buffers:
         ):
             buffer[:count].copy_(values)
             buffer[count:].zero_()
+        held.sources_S[:count].copy_(batch.sources_S)
+        held.sources_S[count:].fill_(-1)
         self.weights_S[:count].fill_(1.0)
         self.weights_S[count:].zero_()
         for grid, buffer in held.patches.items():
@@ -146,12 +151,24 @@ def weighted_step(student: Student, buffers: Buffers, layout: Layout) -> StepRes
     targets_S, weights_S = buffers.batch.targets_S, buffers.weights_S
     loss_S = functional.cross_entropy(logits, targets_S, reduction="none")
     loss = (loss_S * weights_S).sum() / weights_S.sum()
-    losses = student.operations.take_index_losses()
-    index_loss = torch.stack(losses).sum() if losses else loss.new_zeros(())
-    (loss + index_loss).backward()
+    index_loss, hint_loss = backward(student, loss)
     right_S = logits.detach().argmax(-1) == targets_S
-    mean = index_loss.detach() / max(1, len(losses))
-    return StepResult(loss.detach(), mean, loss.new_zeros(()), loss_S.detach(), right_S)
+    none = loss.new_zeros(())
+    return StepResult(loss.detach(), index_loss, hint_loss, none, loss_S.detach(), right_S)
+
+
+def backward(student: Student, loss: Tensor) -> tuple[Tensor, Tensor]:
+    """Gradients of the answers' loss and of what the layers left; gives the means of those."""
+    index_losses, hint_losses = student.operations.take_losses()
+    index_loss, hint_loss = (
+        torch.stack(losses).sum() if losses else loss.new_zeros(())
+        for losses in (index_losses, hint_losses)
+    )
+    (loss + index_loss + hints.WEIGHT * hint_loss).backward()
+    return (
+        index_loss.detach() / max(1, len(index_losses)),
+        hint_loss.detach() / max(1, len(hint_losses)),
+    )
 
 
 class GraphedStep:

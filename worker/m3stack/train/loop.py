@@ -19,7 +19,7 @@ from torch.nn import functional
 from m3stack.models.minimax_m3.config import M3Config
 from m3stack.models.minimax_m3.moe import MixtureOfExperts
 from m3stack.train.batches import SKILLS, Batch, BatchKind
-from m3stack.train.graphs import GraphedStep, StepResult
+from m3stack.train.graphs import GraphedStep, StepResult, backward
 from m3stack.train.model import Student
 from m3stack.train.operations import Layout, Selection
 from m3stack.train.recipe import Phase, Recipe
@@ -99,7 +99,7 @@ class Trainer:
         self._source, self._report, self._report_s = source, report, report_s
         self._is_gpu = student.device.type == "cuda"
         self._uses_graphs = uses_graphs and self._is_gpu
-        self._graphs: dict[tuple[BatchKind, Selection, bool], GraphedStep] = {}
+        self._graphs: dict[tuple[BatchKind, Selection, bool, bool], GraphedStep] = {}
         self._stream = torch.cuda.Stream(student.device) if self._is_gpu else None
         self.step, self.elapsed_s = 0, 0.0
         self._graphed_steps = 0
@@ -181,6 +181,7 @@ class Trainer:
         return {
             "loss": result.loss,
             "index_loss": result.index_loss,
+            "hint_loss": result.hint_loss,
             "norm": result.norm,
             "rate": rate,
         }
@@ -192,19 +193,17 @@ class Trainer:
             logits = student.logits(batch, layout)
         loss_S = functional.cross_entropy(logits, batch.targets_S, reduction="none")
         loss = loss_S.mean()
-        index_losses = student.operations.take_index_losses()
-        index_loss = torch.stack(index_losses).sum() if index_losses else loss.new_zeros(())
-        (loss + index_loss).backward()
+        index_loss, hint_loss = backward(student, loss)
         norm = self._update()
         right_S = logits.detach().argmax(-1) == batch.targets_S
-        mean = index_loss.detach() / max(1, len(index_losses))
-        return StepResult(loss.detach(), mean, norm, loss_S.detach(), right_S)
+        return StepResult(loss.detach(), index_loss, hint_loss, norm, loss_S.detach(), right_S)
 
     def _graphed(self, batch: Batch, layout: Layout) -> StepResult | None:
         """The step as a CUDA graph, where that is asked for and the batch fits."""
         if not self._uses_graphs:
             return None
-        key = (batch.kind, layout.selection, layout.loss_positions_RS is None)
+        has_index_loss = layout.loss_positions_RS is not None
+        key = (batch.kind, layout.selection, has_index_loss, layout.has_hints)
         if key not in self._graphs:
             zero = partial(self.optimizer.zero_grad, set_to_none=True)
             try:
@@ -212,7 +211,7 @@ class Trainer:
             except RuntimeError as error:
                 _LOGGER.warning("training graphs=off kind=%s reason=%s", batch.kind, error)
                 self._uses_graphs = False
-                self.student.operations.take_index_losses()
+                self.student.operations.take_losses()
                 return None
         graph = self._graphs[key]
         if not graph.fits(batch):
@@ -245,7 +244,11 @@ class Trainer:
         if phase.has_index_loss:
             positions = loss_positions(batch, self.recipe.loss_rows, self.recipe.seed + self.step)
         return Layout(
-            batch.kind.num_rows, batch.kind.num_tokens, phase.selection, loss_positions_RS=positions
+            batch.kind.num_rows,
+            batch.kind.num_tokens,
+            phase.selection,
+            loss_positions_RS=positions,
+            has_hints=phase.has_hints,
         )
 
     @torch.no_grad()

@@ -19,7 +19,9 @@ from m3stack.models.minimax_m3.layout import checkpoint_layout
 from m3stack.models.minimax_m3.model import M3Model
 from m3stack.models.minimax_m3.vision import Grid, rotary, segments
 from m3stack.train.batches import Batch
-from m3stack.train.operations import Layout, Operations, Pointwise, SparseKernels
+from m3stack.train.hints import Hints
+from m3stack.train.operations import Layout, Operations
+from m3stack.train.pointwise import Pointwise, SparseKernels
 
 
 class IndexApartLinear(nn.Module):
@@ -79,7 +81,10 @@ class Student:
 
     def logits(self, batch: Batch, layout: Layout, rows_S: Tensor | None = None) -> Tensor:
         """fp32 logits of the batch's loss rows, or of other rows; the batch is on the device."""
-        rows, caches = self.operations.begin(layout, self.device)
+        told = None
+        if layout.has_hints and batch.kind.has_sources:
+            told = Hints(batch.loss_rows_S, batch.sources_S)
+        rows, caches = self.operations.begin(layout, self.device, told)
         ids_T = batch.ids_T
         step = DeviceBatch(
             token_ids_T=ids_T,

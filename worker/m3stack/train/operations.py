@@ -23,10 +23,11 @@ from m3stack.kernels.interface import (
     SharedExpert,
     Weight,
 )
-from m3stack.kernels.pointwise.reference import gemma_norm, rotate, swiglu_oai
+from m3stack.kernels.pointwise.reference import swiglu_oai
 from m3stack.kernels.reference_table import reference_kernels
 from m3stack.models.minimax_m3.config import M3Config
-from m3stack.train import sparse
+from m3stack.train import hints, sparse
+from m3stack.train.pointwise import Pointwise, SparseKernels, plain_pointwise
 from m3stack.train.sparse import Support
 
 MASKED_TOKENS = 2048
@@ -48,6 +49,7 @@ class Layout:
 
     Attributes:
         loss_positions_RS: int64, rows whose index loss is computed; None for no index loss.
+        has_hints: whether some heads are told where to look, where the batch knows it.
         probe: told (layer's q [R,L,H,D], k [R,G,L,D], index q [R,L,G,D], index k [R,L,D]) of
             every sparse layer in turn.
     """
@@ -56,6 +58,7 @@ class Layout:
     num_tokens: int
     selection: Selection
     loss_positions_RS: Tensor | None = None
+    has_hints: bool = False
     probe: Callable[[Tensor, Tensor, Tensor, Tensor], None] | None = None
     generator: torch.Generator | None = None
 
@@ -66,44 +69,13 @@ class Tape:
 
     Attributes:
         index_losses: one a sparse layer.
+        hint_losses: of the heads that are told where to look.
         loads: tokens that each expert got, [E], one a layer of experts.
     """
 
     index_losses: list[Tensor] = field(default_factory=list)
+    hint_losses: list[Tensor] = field(default_factory=list)
     loads: list[Tensor] = field(default_factory=list)
-
-
-@dataclass(frozen=True, slots=True)
-class Pointwise:
-    """Operations that read and write each value a few times.
-
-    Attributes:
-        norm: Gemma norm of [T, M].
-        turn: (x [T, H, D], weight, eps, cos, sin): norm of every head, then rotary.
-        weighted_swiglu: (hidden [T, E, 2F], weights [T, E], alpha, limit) -> [T, E, F].
-    """
-
-    norm: Callable[[Tensor, Tensor, float], Tensor]
-    turn: Callable[[Tensor, Tensor, float, Tensor, Tensor], Tensor]
-    weighted_swiglu: Callable[[Tensor, Tensor, float, float], Tensor]
-
-
-@dataclass(frozen=True, slots=True)
-class SparseKernels:
-    """Faster forms of what a sparse layer does.
-
-    Attributes:
-        block_attention: as `sparse.block_attention`.
-        block_scores: as `sparse.block_scores`.
-    """
-
-    block_attention: Callable[[Tensor, Tensor, Tensor, Tensor, float, int], Tensor]
-    block_scores: Callable[[Tensor, Tensor, int], Tensor]
-
-
-def plain_pointwise() -> Pointwise:
-    """By the reference kernels and autograd."""
-    return Pointwise(gemma_norm, _norm_and_rotate, _weighted_swiglu)
 
 
 class Operations:
@@ -131,10 +103,15 @@ class Operations:
 
         self._pointwise = pointwise or plain_pointwise()
         self._kernels = kernels
+        self._told: hints.Hints | None = None
+        self._sparse_layer = 0
 
-    def begin(self, layout: Layout, device: torch.device) -> tuple[PagedRows, LayerCache]:
+    def begin(
+        self, layout: Layout, device: torch.device, told: hints.Hints | None = None
+    ) -> tuple[PagedRows, LayerCache]:
         """Starts a step; gives its rows and empty pages for every layer."""
         self._layout, self.tape = layout, Tape()
+        self._told, self._sparse_layer = told, 0
         config, block = self._config, self._block
         rows, length = layout.num_rows, layout.num_tokens
         pages = rows * length // block
@@ -160,13 +137,13 @@ class Operations:
         )
         return paged, caches
 
-    def take_index_losses(self) -> list[Tensor]:
-        """The step's index losses; nothing of the step's autograd graph is held any more.
+    def take_losses(self) -> tuple[list[Tensor], list[Tensor]]:
+        """The step's index and hint losses; nothing of its autograd graph is held any more.
 
         What still held it would tie the next step's gradients to this step's stream.
         """
-        losses = self.tape.index_losses
-        self.tape.index_losses, self._index_q = [], None
+        losses = self.tape.index_losses, self.tape.hint_losses
+        self.tape.index_losses, self.tape.hint_losses, self._index_q = [], [], None
         return losses
 
     def table(self) -> Kernels:
@@ -230,8 +207,10 @@ class Operations:
     def _dense_attention(
         self, q_THD: Tensor, pages: LayerPages, rows: PagedRows, scale: float
     ) -> Tensor:
-        k, v = self._keys(pages.k_PGBD), self._keys(pages.v_PGBD)
-        return self._attend(self._sequences(q_THD), k, v, None)
+        q, k, v = self._sequences(q_THD), self._keys(pages.k_PGBD), self._keys(pages.v_PGBD)
+        if self._told is not None and self._layout.num_tokens <= hints.DENSE_TOKENS:
+            self.tape.hint_losses += hints.lag_losses(q, k, scale)
+        return self._attend(q, k, v, None)
 
     def _choose_blocks(
         self,
@@ -274,6 +253,9 @@ class Operations:
         index_k = self._index_keys(pages.index_k_PBD)
         if layout.probe is not None:
             layout.probe(q, k, self._index_q, index_k)
+        self._sparse_layer += 1
+        if self._told is not None and self._sparse_layer <= hints.SPARSE_LAYERS:
+            self.tape.hint_losses.append(hints.source_loss(self._told, q, k, scale))
         sees_all = blocks_RGLK.numel() == 0
         if layout.loss_positions_RS is not None:
             self._add_index_loss(q, k, index_k, None if sees_all else blocks_RGLK)
@@ -388,13 +370,3 @@ class Operations:
 
     def _index_keys(self, pages_PBD: Tensor) -> Tensor:
         return pages_PBD.view(self._layout.num_rows, self._layout.num_tokens, -1)
-
-
-def _norm_and_rotate(x: Tensor, weight: Tensor, eps: float, cos: Tensor, sin: Tensor) -> Tensor:
-    return rotate(gemma_norm(x, weight, eps), cos, sin)
-
-
-def _weighted_swiglu(hidden_TEf: Tensor, weights_TE: Tensor, alpha: float, limit: float) -> Tensor:
-    gate, up = hidden_TEf.chunk(2, dim=-1)
-    acted = swiglu_oai(gate, up, alpha, limit)
-    return (acted * weights_TE[..., None].to(acted.dtype)).to(hidden_TEf.dtype)

@@ -25,7 +25,9 @@ def loss_plot(logs: Sequence[Path]) -> str:
         "loss a token of the answers": [
             (r["step"], _mean_loss(r)) for r in records if r.get("skills")
         ],
-        "index loss (KL, a layer)": [(r["step"], r["index_loss"]) for r in records],
+        "index loss (KL, a layer)": [
+            (r["step"], r["index_loss"]) for r in records if "index_loss" in r
+        ],
     }
     return _chart(curves, "step", logarithmic=True)
 

@@ -21,12 +21,14 @@ class Phase:
         kinds: (weight, kind) of the batches.
         selection: how sparse layers choose.
         has_index_loss: whether the index branch learns.
+        has_hints: whether some heads are told where to look (`hints`).
     """
 
     until: float
     kinds: tuple[Share, ...]
     selection: Selection
     has_index_loss: bool = True
+    has_hints: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,6 +119,26 @@ def main_recipe(
             Phase(1.00, mix(0.02, 0.20, 4, 64), own),
         ),
         peak_rate=peak_rate,
+    )
+
+
+def finding_recipe(tokens: int, *, peak_rate: float = 1e-3) -> Recipe:
+    """What follows it: some heads are told where the answer was said, until they find it."""
+    kinds = _kinds(tokens, 0.66)
+
+    def phase(until: float, selection: Selection, **shares: float) -> Phase:
+        told = tuple((share, kinds[name.removeprefix("to_")]) for name, share in shares.items())
+        return Phase(until, told, selection, has_hints=True)
+
+    return Recipe(
+        phases=(
+            phase(0.50, Selection.ALL, mixed=0.35, drill=0.35, to_1k=0.30),
+            phase(0.75, Selection.ALL, mixed=0.50, to_1k=0.25, to_4k=0.25),
+            phase(1.00, Selection.OWN, mixed=0.55, to_4k=0.25, to_16k=0.20),
+        ),
+        peak_rate=peak_rate,
+        warmup_steps=60,
+        name="finding",
     )
 
 
