@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from m3stack.cache.pages import PageAllocator
-from m3stack.cache.prefix import ROOT_KEY, MediaMark, PrefixCache, page_key
+from m3stack.cache.prefix import ROOT_KEY, MediaMark, PrefixCache, page_chain, page_key
 
 IDS = list(range(128))
 
@@ -22,6 +22,15 @@ def test_key_depends_on_everything_before_the_page() -> None:
     assert chain([1], [2])[1] != chain([3], [2])[1]
     assert chain([1], [2])[1] != chain([1], [2], root=b"tenant")[1]
     assert chain([1, 2])[0] != chain([1], [2])[1]
+
+
+def test_a_chain_at_once_has_the_keys_of_its_pages_one_by_one() -> None:
+    pages = [[7 * page + index for index in range(5)] for page in range(4)]
+    whole = [token for page in pages for token in page]
+    assert page_chain(ROOT_KEY, whole, 5) == chain(*pages)
+    keys = chain(*pages, root=b"tenant")
+    assert page_chain(keys[1], whole[10:], 5) == keys[2:]
+    assert page_chain(ROOT_KEY, [], 5) == []
 
 
 def test_key_depends_on_which_media_stands_where() -> None:

@@ -55,6 +55,28 @@ def page_key(parent: bytes, token_ids: Sequence[int], marks: Sequence[MediaMark]
     return digest.digest()
 
 
+def page_chain(parent: bytes, token_ids: Sequence[int], page_tokens: int) -> list[bytes]:
+    """Keys of full pages without media, one after the other, as `page_key` gives them.
+
+    Args:
+        parent: key of the page before the first.
+        token_ids: of whole pages.
+        page_tokens: ids of a page.
+    """
+    assert len(token_ids) % page_tokens == 0
+    keys: list[bytes] = []
+    data = array("I", token_ids).tobytes()
+    # a prompt of a million tokens has thousands of pages: one call for each, and nothing else
+    count, size = page_tokens.to_bytes(4, "little"), len(data) // max(1, len(token_ids))
+    blake2b, step = hashlib.blake2b, size * page_tokens
+    for start in range(0, len(data), step):
+        head = len(parent).to_bytes(4, "little")
+        page = head + parent + count + data[start : start + step]
+        parent = blake2b(page, digest_size=32).digest()
+        keys.append(parent)
+    return keys
+
+
 @dataclass(frozen=True, slots=True)
 class Salt:
     """What besides tokens and media two requests must have in common to share pages."""

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from enum import Enum
 
 from m3stack.cache.media import media_key
-from m3stack.cache.prefix import ROOT_KEY, MediaMark, page_key
+from m3stack.cache.prefix import ROOT_KEY, MediaMark, page_chain, page_key
 from m3stack.engine.plan import Sampled
 from m3stack.types import FinishReason, MediaKind, Request, Span, Usage
 
@@ -303,7 +303,10 @@ class Sequence:
         )
 
     def _extend_keys(self, count: int) -> None:
-        size = self.page_tokens
+        size, known = self.page_tokens, len(self._page_keys)
+        if not self.media and known < count:
+            parent = self._page_keys[-1] if known else self.root_key
+            self._page_keys += page_chain(parent, self.tokens[known * size : count * size], size)
         while len(self._page_keys) < count:
             start = len(self._page_keys) * size
             parent = self._page_keys[-1] if self._page_keys else self.root_key
