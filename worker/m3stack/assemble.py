@@ -147,7 +147,8 @@ def build_follower(
         model, pool, host_pool, encoder, forward=model.forward, sampler=None, peers=peers
     )
     rank = place_of(config, mesh.rank)
-    port = follower_port(model_config, RankParts(pool, encoder, rank, hardware.device), peers)
+    own = RankParts(pool, encoder, rank, hardware.device)
+    port = follower_port(model_config, own, mesh, book.mark_encoded)
     return FollowerRunner(runner, book, port.obey)
 
 
@@ -227,8 +228,8 @@ def _assemble_leader(config: WorkerConfig, ground: Ground, around: Surroundings)
         config,
         model_config,
         RankParts(pool, encoder, place_of(config, 0), hardware.device),
+        mesh=mesh,
         send=None if group is None else group.send,
-        peers=None if group is None else GroupPeers(group.joined.control),
     )
     return Assembly(parts, settings, request_limits, constraints, contents, group)
 

@@ -12,9 +12,10 @@ from m3stack.cache.pool import KvPool
 from m3stack.cache.tiered import TieredPool
 from m3stack.config import WorkerConfig
 from m3stack.engine.encoder import Encoder
-from m3stack.engine.leader import GroupPeers, Order
+from m3stack.engine.leader import Order
 from m3stack.models.minimax_m3.config import M3Config
 from m3stack.models.minimax_m3.ranks import Rank, head_span
+from m3stack.parallel import ALONE, Mesh
 from m3stack.transfer.layout import feature_layout, page_form, page_layout, weights_id
 from m3stack.transfer.port import FollowerPort, LeaderPort, Port, RankPort
 
@@ -25,11 +26,9 @@ class Contents:
 
     Attributes:
         port: belongs to the engine thread.
-        page_bytes: of a page on the wire.
     """
 
     port: Port
-    page_bytes: int
     page_layout: str
     feature_layout: str
 
@@ -49,46 +48,47 @@ def contents_of(
     model: M3Config,
     own: RankParts,
     *,
+    mesh: Mesh = ALONE,
     send: Callable[[Order], None] | None = None,
-    peers: GroupPeers | None = None,
 ) -> Contents | None:
     """The contents of a worker; None if its pages stand where they cannot be had (`hot_pages`).
 
     Args:
         own: of this, the leading rank.
+        mesh: all ranks.
         send: gives an order to the other ranks, if there are any.
-        peers: those.
     """
     if isinstance(own.pool, TieredPool):
         return None
     shape = own.pool.shape
-    form = page_form(shape, model.num_kv_heads)
     port: Port = _rank_port(model, own)
-    if send is not None and peers is not None:
+    if send is not None:
         tell = send
-        port = LeaderPort(
-            _rank_port(model, own), form, tell=lambda order: tell(Order(order)), gather=peers.gather
-        )
+        port = LeaderPort(_rank_port(model, own), mesh, lambda order: tell(Order(order)))
     weights = "random" if config.random_weights else weights_id(Path(config.model_path))
     return Contents(
         port=port,
-        page_bytes=form.num_bytes,
         page_layout=page_layout(shape, model, weights),
         feature_layout=feature_layout(model, shape.dtype, weights),
     )
 
 
-def follower_port(model: M3Config, own: RankParts, peers: GroupPeers) -> FollowerPort:
-    """What a rank that follows does with orders about contents."""
+def follower_port(
+    model: M3Config, own: RankParts, mesh: Mesh, mark: Callable[[bytes], None]
+) -> FollowerPort:
+    """What a rank that follows does with orders about contents.
 
-    def answer(mine: object) -> None:
-        peers.gather(mine)
-
-    return FollowerPort(_rank_port(model, own), answer)
+    Args:
+        mark: told of every item whose features have come.
+    """
+    return FollowerPort(_rank_port(model, own), mesh, mark)
 
 
 def _rank_port(model: M3Config, own: RankParts) -> RankPort:
-    heads = head_span("KV heads", model.num_kv_heads, 1, own.rank)
+    rank = own.rank
+    heads = head_span("KV heads", model.num_kv_heads, 1, rank)
+    # with more ranks than heads, neighbours hold the same
+    copies = max(1, rank.tp_size // model.num_kv_heads)
     return RankPort(
         own.pool,
         page_form(own.pool.shape, model.num_kv_heads),
@@ -96,4 +96,6 @@ def _rank_port(model: M3Config, own: RankParts) -> RankPort:
         features=own.encoder,
         width=model.hidden_size,
         device=own.device,
+        gives_heads=rank.tp_rank % copies == 0,
+        gives_index=rank.index_in_parts or rank.tp_rank == 0,
     )

@@ -36,7 +36,6 @@ class Transfers:
         store = ContentStore(
             engine,
             contents.port,
-            page_bytes=contents.page_bytes,
             page_layout=contents.page_layout,
             feature_layout=contents.feature_layout,
         )

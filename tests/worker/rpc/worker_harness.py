@@ -213,7 +213,6 @@ def contents_of(stack: Stack, engine: Engine, options: Options) -> ContentStore:
     return ContentStore(
         engine,
         port,
-        page_bytes=form.num_bytes,
         page_layout=options.layout,
         feature_layout=options.layout,
     )

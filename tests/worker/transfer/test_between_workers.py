@@ -294,11 +294,23 @@ def test_a_silent_source_is_given_up() -> None:
         pb_grpc.add_TransferServiceServicer_to_server(silent, server)
         port = server.add_insecure_port("127.0.0.1:0")
         await server.start()
-        async with worker(options=Options(transfer_silence_s=0.2)) as subject:
-            tokens, _ = await answer(subject, text(40), Source(f"127.0.0.1:{port}"))
-            assert tokens == alone(text(40))
-            assert silent.calls == 1
-            assert outcomes(subject) == {"failed": 1}
+        impatient = Options(transfer_silence_s=0.2)
+        async with worker(options=impatient) as subject, worker() as other:
+            source = Source(f"127.0.0.1:{port}")
+            many = [text(40, name=f"r{salt}", salt=salt) for salt in range(6)]
+            answers = await asyncio.gather(*(answer(subject, each, source) for each in many))
+            assert [tokens for tokens, _ in answers] == [alone(each) for each in many]
+            # two had a place; all others were told that it is silent
+            assert silent.calls == 2
+            assert outcomes(subject) == {"failed": 6}
+            # nobody who asks another one stands behind them
+            await prefill(other, text(70))
+            again = asyncio.create_task(answer(subject, text(41), source))
+            tokens, _ = await answer(subject, text(70), source_of(other))
+            assert tokens == alone(text(70))
+            assert outcomes(subject)["whole"] == 1
+            await again
+            assert silent.calls == 2
         await server.stop(0)
 
     run(scenario)
@@ -359,6 +371,36 @@ def test_pages_come_back_from_the_sources_host_memory() -> None:
             tokens, end = await answer(second, text(70), source_of(first))
             assert tokens == alone(text(70))
             assert end.usage.cached_tokens == 64
+
+    run(scenario)
+
+
+def test_features_that_come_for_nobody_are_not_kept() -> None:
+    async def scenario() -> None:
+        async with worker() as first, worker() as second:
+            await first.tokens(picture())
+            second.runner.gate.clear()
+            # its step holds the engine thread, so what comes has to wait for it
+            running = asyncio.create_task(second.tokens(text(9, name="busy")))
+            await second.until(second.runner.entered.is_set)
+            asked = asyncio.Event()
+            write = second.store.write_features
+
+            async def told(key: bytes, content: bytes) -> None:
+                asked.set()
+                await write(key, content)
+
+            second.store.write_features = told  # type: ignore[method-assign]
+            leaving = asyncio.create_task(answer(second, picture(), source_of(first)))
+            await asked.wait()
+            leaving.cancel()
+            await asyncio.gather(leaving, return_exceptions=True)
+            await second.until(lambda: second.stack.media.num_pinned == 0)
+            second.runner.gate.set()
+            await running
+            await second.store.epoch()
+            assert second.stack.encoder._features == {}
+            assert second.stack.media.booked_bytes == 0
 
     run(scenario)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+import threading
 from pathlib import Path
 
 import pytest
@@ -11,9 +11,10 @@ import torch
 from torch import Tensor
 
 from m3stack.cache.pool import KvPool, PageShape
+from m3stack.engine.plan import FatalStepError
 from m3stack.models.minimax_m3.config import M3Config
 from m3stack.transfer.layout import feature_layout, page_form, page_layout, weights_id
-from m3stack.transfer.port import FollowerPort, KeepFeatures, LeaderPort, Order, RankPort
+from m3stack.transfer.port import FollowerPort, LeaderPort, Order, RankPort
 from tests.parity import golden
 
 CPU = torch.device("cpu")
@@ -33,9 +34,23 @@ class Features:
     def adopt(self, key: bytes, features: Tensor) -> None:
         self.held[key] = features
 
-    def drop(self, keys: Sequence[bytes]) -> None:
-        for key in keys:
-            self.held.pop(key, None)
+
+class Together:
+    """A sum over ranks that are threads."""
+
+    def __init__(self, ranks: int) -> None:
+        self.barrier = threading.Barrier(ranks)
+        self.given: list[Tensor] = []
+
+    def all_reduce(self, x: Tensor) -> Tensor:
+        self.given.append(x.clone())
+        self.barrier.wait(20)
+        total = torch.stack(self.given).sum(0, dtype=x.dtype)
+        # none may begin the next one before all have this one's sum
+        if self.barrier.wait(20) == 0:
+            self.given.clear()
+        self.barrier.wait(20)
+        return total
 
 
 class Group:
@@ -45,6 +60,8 @@ class Group:
         self.form = page_form(shape, HEADS)
         self.pools: list[KvPool] = []
         self.features = [Features() for _ in range(ranks)]
+        self.marked: list[bytes] = []
+        self.threads: list[threading.Thread] = []
         ports: list[RankPort] = []
         for rank in range(ranks):
             own = dataclasses.replace(
@@ -55,34 +72,38 @@ class Group:
             )
             pool = KvPool(own, PAGES, CPU)
             first = rank * HEADS // ranks
-            heads = range(first, first + own.num_kv_heads)
             self.pools.append(pool)
             ports.append(
                 RankPort(
                     pool,
                     self.form,
-                    heads,
+                    range(first, first + own.num_kv_heads),
                     features=self.features[rank],
                     width=WIDTH,
                     device=CPU,
+                    gives_heads=rank % max(1, ranks // HEADS) == 0,
+                    gives_index=in_parts or rank == 0,
                 )
             )
             # on the wire every rank's pages have one form
             assert page_form(own, HEADS) == self.form
-        self.answers: list[object] = []
-        self.followers = [FollowerPort(port, self.answers.append) for port in ports[1:]]
-        self.port = ports[0]
-        if ranks > 1:
-            self.port = LeaderPort(ports[0], self.form, tell=self.tell, gather=self.gather)
+        mesh = Together(ranks)
+        self.followers = [FollowerPort(port, mesh, self.marked.append) for port in ports[1:]]
+        self.port = LeaderPort(ports[0], mesh, self.tell) if ranks > 1 else ports[0]
 
     def tell(self, order: Order) -> None:
-        for follower in self.followers:
-            follower.obey(order)
+        for thread in self.threads:
+            thread.join(20)
+        self.threads = [
+            threading.Thread(target=follower.obey, args=(order,)) for follower in self.followers
+        ]
+        for thread in self.threads:
+            thread.start()
 
-    def gather(self, mine: object) -> list:
-        answers = [mine, *self.answers]
-        self.answers.clear()
-        return answers
+    def settle(self) -> None:
+        """Waits until all ranks have done what they were told."""
+        for thread in self.threads:
+            thread.join(20)
 
     def heads(self, layer: int, page: int) -> list[bytes]:
         """K of each head of a page, then V."""
@@ -145,6 +166,8 @@ def test_any_ranks_to_any_ranks(
         moved = PAGES - 1 - page
         second.port.write_page(moved, first.port.read_page(page))
         assert second.port.read_page(moved) == data
+        first.settle()
+        second.settle()
         for layer in range(len(shape.sparse_layers)):
             assert first.heads(layer, page) == second.heads(layer, moved)
             assert len(first.heads(layer, page)) == 2 * HEADS
@@ -154,21 +177,36 @@ def test_any_ranks_to_any_ranks(
 
 def test_a_page_of_another_size_is_not_written() -> None:
     group = Group(SHAPES["float32"], 2, in_parts=False)
-    with pytest.raises(ValueError, match="bytes for a page of"):
+    with pytest.raises(ValueError, match="bytes, expected"):
         group.port.write_page(0, bytes(group.form.num_bytes - 1))
 
 
-def test_features_reach_every_rank_and_what_was_evicted_goes_first() -> None:
+def test_features_reach_every_rank_and_its_book() -> None:
     group = Group(SHAPES["bfloat16 with a copy"], 2, in_parts=False)
     given = torch.randn(5, WIDTH).to(torch.bfloat16)
     data = given.view(torch.uint8).numpy().tobytes()
+    group.port.keep_features(b"new", data)
+    group.settle()
     for features in group.features:
-        features.held[b"old"] = features.held[b"new"] = torch.zeros(1)
-    group.port.keep_features(KeepFeatures(b"new", data, (b"old", b"new")))
-    for features in group.features:
-        assert set(features.held) == {b"new"}
         assert torch.equal(features.held[b"new"], given)
-    assert group.port.read_features(b"new") == data
+    assert group.marked == [b"new"]
+    assert group.port.read_features(b"new", slice(0, 100)) == data
+    assert group.port.read_features(b"new", slice(16, 24)) == data[16:24]
+
+
+def test_ranks_that_fall_out_of_step_end_the_worker() -> None:
+    group = Group(SHAPES["float32"], 2, in_parts=False)
+
+    class Broken:
+        def all_reduce(self, x: Tensor) -> Tensor:
+            raise RuntimeError("a rank is gone")
+
+    own = group.port._own
+    port = LeaderPort(own, Broken(), lambda order: None)
+    with pytest.raises(FatalStepError, match="a rank is gone"):
+        port.read_page(0)
+    with pytest.raises(FatalStepError):
+        port.write_page(0, bytes(group.form.num_bytes))
 
 
 def test_layouts_tell_apart_all_that_pages_depend_on(tmp_path: Path) -> None:

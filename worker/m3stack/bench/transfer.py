@@ -87,7 +87,6 @@ def _side(num_pages: int, layers: int) -> _Side:
     store = ContentStore(
         _IdleEngine(pages),
         port,
-        page_bytes=form.num_bytes,
         page_layout="bench",
         feature_layout="bench",
     )

@@ -157,6 +157,19 @@ class MediaLedger:
             entry = self._entries[key]
             entry.num_parts, entry.is_encoded = num_parts, is_whole
 
+    def adopt(self, key: bytes) -> bool:
+        """Records that the features of an item come from elsewhere now, if anybody wants them.
+
+        They take the place of those that were to be freed, if the item had been evicted before.
+        """
+        with self._lock:
+            entry = self._entries.get(key)
+            if entry is None or entry.is_encoded:
+                return False
+            entry.num_parts, entry.is_encoded = 1, True
+            self._evicted = [evicted for evicted in self._evicted if evicted != key]
+            return True
+
     def take_evicted(self) -> list[bytes]:
         """Keys whose features the encoder must free; each is reported once."""
         with self._lock:

@@ -131,9 +131,11 @@ class Encoder:
         return self._features[key]
 
     def adopt(self, key: bytes, features: Tensor) -> None:
-        """Takes over all features [n, M] of a pinned item that were encoded elsewhere."""
+        """Takes over all features [n, M] of an item that were encoded elsewhere.
+
+        The book of this rank is told by whoever brings them.
+        """
         self._features[key] = features
-        self._ledger.mark_encoded(key)
 
     def drop(self, keys: Sequence[bytes]) -> None:
         """Frees the features of items that were evicted."""

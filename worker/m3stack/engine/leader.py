@@ -155,13 +155,6 @@ class GroupPeers:
         if any(part != what for part in parts):
             raise FatalStepError(f"the ranks differ in which media they could encode: {parts}")
 
-    def gather(self, mine: object) -> list[Any]:
-        """What every rank has, for the leader, by rank; an empty list for the others."""
-        size = dist.get_world_size(self._group)
-        parts: list[Any] = [None] * size if dist.get_rank(self._group) == 0 else []
-        dist.gather_object(mine, parts or None, dst=0, group=self._group)
-        return parts
-
     def _gather(self, mine: object) -> list[Any]:
         parts: list[Any] = [None] * dist.get_world_size(self._group)
         dist.all_gather_object(parts, mine, group=self._group)

@@ -117,7 +117,7 @@ class GrpcTransport:
         except TimeoutError:
             # nobody waits for the same silence twice
             reason = f"the source was silent for {self._progress_s:g} s"
-            raise TransferError(reason, is_final=True) from None
+            raise TransferError(reason, is_final=True, is_silent=True) from None
         except grpc.aio.AioRpcError as error:
             status, details = error.code(), error.details()
         if status is grpc.StatusCode.OK:

@@ -65,11 +65,13 @@ class TransferError(Exception):
 
     Attributes:
         is_final: whether asking the same source again is of no use.
+        is_silent: whether the source gave no sign at all, which cost some seconds to find out.
     """
 
-    def __init__(self, reason: str, *, is_final: bool = False) -> None:
+    def __init__(self, reason: str, *, is_final: bool = False, is_silent: bool = False) -> None:
         super().__init__(reason)
         self.is_final = is_final
+        self.is_silent = is_silent
 
 
 class Transport(Protocol):

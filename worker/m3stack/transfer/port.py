@@ -1,8 +1,12 @@
-"""Moves pages and features between this process's tensors and bytes, on one rank or on all."""
+"""Moves pages and features between this process's tensors and bytes, on one rank or on all.
+
+Ranks exchange what they hold by one sum over all of them: who has nothing to give gives zeros.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -10,6 +14,7 @@ import torch
 from torch import Tensor
 
 from m3stack.cache.pool import KvPool
+from m3stack.engine.plan import FatalStepError
 from m3stack.transfer.layout import PageForm, Part
 
 Data = bytes | bytearray | memoryview
@@ -17,30 +22,24 @@ Data = bytes | bytearray | memoryview
 
 @dataclass(frozen=True, slots=True)
 class ReadPage:
-    """Asks for a rank's part of a page."""
+    """Asks every rank for its parts of a page."""
 
     page: int
 
 
 @dataclass(frozen=True, slots=True)
 class WritePage:
-    """Brings a whole page, of which a rank takes its part."""
+    """Says that a page is about to come."""
 
     page: int
-    content: Data
 
 
 @dataclass(frozen=True, slots=True)
 class KeepFeatures:
-    """Brings the features of a media item.
-
-    Attributes:
-        evicted: items whose features are to be dropped before.
-    """
+    """Says that the features of a media item are about to come."""
 
     key: bytes
-    content: Data
-    evicted: tuple[bytes, ...]
+    num_rows: int
 
 
 Order = ReadPage | WritePage | KeepFeatures
@@ -53,11 +52,20 @@ class Features(Protocol):
 
     def adopt(self, key: bytes, features: Tensor) -> None: ...
 
-    def drop(self, keys: Sequence[bytes]) -> None: ...
+
+class Adder(Protocol):
+    """All ranks together (`parallel.Mesh`)."""
+
+    def all_reduce(self, x: Tensor) -> Tensor: ...
 
 
 class Port(Protocol):
     """Pages and features of a whole worker. Belongs to the engine thread."""
+
+    @property
+    def page_bytes(self) -> int:
+        """Of a page on the wire."""
+        ...
 
     def read_page(self, page: int) -> Data:
         """All heads and index keys of a page."""
@@ -67,12 +75,12 @@ class Port(Protocol):
         """Fills a page that nobody else owns."""
         ...
 
-    def read_features(self, key: bytes) -> Data:
-        """The features of an item that is encoded."""
+    def read_features(self, key: bytes, part: slice) -> Data:
+        """Some bytes of the features of an item that is encoded."""
         ...
 
-    def keep_features(self, order: KeepFeatures) -> None:
-        """Takes features of a pinned item over, as if they had been encoded here."""
+    def keep_features(self, key: bytes, content: Data) -> None:
+        """Takes features of an item over, as if they had been encoded here."""
         ...
 
 
@@ -86,6 +94,7 @@ class RankPort:
         features: of this rank.
         width: values of a feature row.
         device: where pages and features are.
+        gives_heads, gives_index: False where another rank holds the same and gives it.
     """
 
     def __init__(
@@ -97,63 +106,78 @@ class RankPort:
         features: Features,
         width: int,
         device: torch.device,
+        gives_heads: bool = True,
+        gives_index: bool = True,
     ) -> None:
         self._pool = pool
         self._form = form
         self._heads = heads
         self._features = features
         self._width = width
-        self._device = device
+        self._gives = (gives_heads, gives_index)
+        self.device = device
 
-    def parts(self, page: int) -> tuple[Part, ...]:
-        """What `read` gives of a page."""
-        has_index = self._pool.shape.index_page(page) is not None
-        return self._form.parts(self._heads, with_index=has_index)
-
-    @torch.inference_mode()
-    def read(self, page: int) -> memoryview:
-        """This rank's parts of a page, one behind the other."""
-        rows = [row.view(torch.uint8).flatten() for row in self._rows(page)]
-        # one copy to the host; it waits for whatever still writes to the page
-        return _bytes_of(torch.cat(rows))
+    @property
+    def page_bytes(self) -> int:
+        return self._form.num_bytes
 
     @torch.inference_mode()
-    def write_page(self, page: int, content: Data) -> None:
-        if len(content) != self._form.num_bytes:
-            raise ValueError(f"{len(content)} bytes for a page of {self._form.num_bytes}")
-        given = torch.frombuffer(_writable(content), dtype=torch.uint8)
-        parts = [given[part.offset : part.offset + part.length] for part in self.parts(page)]
-        if self._device.type != "cpu":
-            # one copy over the bus instead of some hundred
-            sizes = [part.length for part in self.parts(page)]
-            parts = list(torch.cat(parts).to(self._device).split(sizes))
-        for row, part in zip(self._rows(page), parts, strict=True):
-            row.copy_(part.view(row.dtype).view(row.shape))
+    def give(self, page: int, content: Tensor) -> None:
+        """Writes this rank's parts of a page into the page on the wire, uint8 on the device."""
+        gives_heads, gives_index = self._gives
+        for row, part, is_index in self._rows(page):
+            if gives_index if is_index else gives_heads:
+                piece = content[part.offset : part.offset + part.length]
+                piece.copy_(row.view(torch.uint8).flatten())
+
+    @torch.inference_mode()
+    def take(self, page: int, content: Tensor) -> None:
+        """The other way round."""
+        for row, part, _ in self._rows(page):
+            piece = content[part.offset : part.offset + part.length]
+            row.copy_(piece.view(row.dtype).view(row.shape))
+
+    def keep(self, key: bytes, content: Tensor) -> None:
+        """Takes over the features of an item, uint8 on the device."""
+        rows = content.view(self._pool.shape.dtype).view(-1, self._width)
+        self._features.adopt(key, rows)
+
+    def num_rows(self, content: Data) -> int:
+        """Feature rows in so many bytes."""
+        return len(content) // self.row_bytes
+
+    @property
+    def row_bytes(self) -> int:
+        """Of a feature row."""
+        return self._width * self._pool.shape.dtype.itemsize
 
     def read_page(self, page: int) -> Data:
-        return self.read(page)
+        content = torch.empty(self.page_bytes, dtype=torch.uint8, device=self.device)
+        self.give(page, content)
+        return _to_host(content)
 
-    def read_features(self, key: bytes) -> Data:
-        rows = self._features.features(key).contiguous().view(torch.uint8)
-        return _bytes_of(rows.flatten())
+    def write_page(self, page: int, content: Data) -> None:
+        self.take(page, _to_device(content, self.page_bytes, self.device))
 
-    def keep_features(self, order: KeepFeatures) -> None:
-        self._features.drop(order.evicted)
+    def read_features(self, key: bytes, part: slice) -> Data:
+        rows = self._features.features(key).contiguous()
+        return _to_host(rows.view(torch.uint8).flatten()[part])
+
+    def keep_features(self, key: bytes, content: Data) -> None:
         # the features outlive what they came in
-        given = torch.frombuffer(bytearray(order.content), dtype=torch.uint8)
-        rows = given.view(self._pool.shape.dtype).view(-1, self._width)
-        self._features.adopt(order.key, rows.to(self._device))
+        own = bytearray(content)
+        self.keep(key, _to_device(own, len(own), self.device))
 
-    def _rows(self, page: int) -> list[Tensor]:
-        """This rank's tensors of a page, in the order of its parts."""
-        rows: list[Tensor] = []
+    def _rows(self, page: int) -> Iterator[tuple[Tensor, Part, bool]]:
+        """This rank's tensors of a page, where they stand on the wire, and which are index keys."""
         index_page = self._pool.shape.index_page(page)
+        parts = iter(self._form.parts(self._heads, with_index=index_page is not None))
         for layer in self._pool.layers:
-            rows += [layer.k_PGBD[page], layer.v_PGBD[page]]
+            yield layer.k_PGBD[page], next(parts), False
+            yield layer.v_PGBD[page], next(parts), False
             for tensor in (layer.index_k_PBD, layer.index_copy_PX):
                 if tensor is not None and index_page is not None:
-                    rows.append(tensor[index_page])
-        return rows
+                    yield tensor[index_page], next(parts), True
 
 
 class FollowerPort:
@@ -161,20 +185,27 @@ class FollowerPort:
 
     Args:
         own: of this rank.
-        answer: gives the leader what it asked for.
+        mesh: all ranks.
+        mark: told of every item whose features have come.
     """
 
-    def __init__(self, own: RankPort, answer: Callable[[object], None]) -> None:
+    def __init__(self, own: RankPort, mesh: Adder, mark: Callable[[bytes], None]) -> None:
         self._own = own
-        self._answer = answer
+        self._mesh = mesh
+        self._mark = mark
 
     def obey(self, order: Order) -> None:
+        is_page = not isinstance(order, KeepFeatures)
+        size = self._own.page_bytes if is_page else order.num_rows * self._own.row_bytes
+        content = torch.zeros(size, dtype=torch.uint8, device=self._own.device)
         if isinstance(order, ReadPage):
-            self._answer((self._own.parts(order.page), bytes(self._own.read(order.page))))
-        elif isinstance(order, WritePage):
-            self._own.write_page(order.page, order.content)
-        else:
-            self._own.keep_features(order)
+            self._own.give(order.page, content)
+        content = self._mesh.all_reduce(content)
+        if isinstance(order, WritePage):
+            self._own.take(order.page, content)
+        elif isinstance(order, KeepFeatures):
+            self._own.keep(order.key, content)
+            self._mark(order.key)
 
 
 class LeaderPort:
@@ -182,51 +213,67 @@ class LeaderPort:
 
     Args:
         own: of the leading rank.
-        form: of a page on the wire.
+        mesh: all ranks.
         tell: gives an order to all other ranks.
-        gather: what each of them answers, and the leader's own answer.
     """
 
-    def __init__(
-        self,
-        own: RankPort,
-        form: PageForm,
-        *,
-        tell: Callable[[Order], None],
-        gather: Callable[[object], Sequence[tuple[tuple[Part, ...], Data]]],
-    ) -> None:
+    def __init__(self, own: RankPort, mesh: Adder, tell: Callable[[Order], None]) -> None:
         self._own = own
-        self._form = form
+        self._mesh = mesh
         self._tell = tell
-        self._gather = gather
+
+    @property
+    def page_bytes(self) -> int:
+        return self._own.page_bytes
 
     def read_page(self, page: int) -> Data:
-        self._tell(ReadPage(page))
-        content = bytearray(self._form.num_bytes)
-        for parts, data in self._gather((self._own.parts(page), bytes(self._own.read(page)))):
-            first = 0
-            for part in parts:
-                content[part.offset : part.offset + part.length] = data[first : first + part.length]
-                first += part.length
-        return content
+        content = torch.zeros(self.page_bytes, dtype=torch.uint8, device=self._own.device)
+        self._own.give(page, content)
+        with self._all(ReadPage(page)):
+            return _to_host(self._mesh.all_reduce(content))
 
     def write_page(self, page: int, content: Data) -> None:
-        self._tell(WritePage(page, content))
-        self._own.write_page(page, content)
+        whole = _own_copy(_to_device(content, self.page_bytes, self._own.device))
+        with self._all(WritePage(page)):
+            self._own.take(page, self._mesh.all_reduce(whole))
 
-    def read_features(self, key: bytes) -> Data:
-        return self._own.read_features(key)
+    def read_features(self, key: bytes, part: slice) -> Data:
+        # every rank has them whole
+        return self._own.read_features(key, part)
 
-    def keep_features(self, order: KeepFeatures) -> None:
+    def keep_features(self, key: bytes, content: Data) -> None:
+        num_rows = self._own.num_rows(content)
+        whole = _own_copy(_to_device(content, num_rows * self._own.row_bytes, self._own.device))
+        with self._all(KeepFeatures(key, num_rows)):
+            self._own.keep(key, self._mesh.all_reduce(whole))
+
+    @contextmanager
+    def _all(self, order: Order) -> Iterator[None]:
+        """Something that all ranks do; what fails here has left them out of step for good."""
         self._tell(order)
-        self._own.keep_features(order)
+        try:
+            yield
+        except Exception as error:
+            raise FatalStepError(
+                f"the ranks could not {type(order).__name__}: {type(error).__name__}: {error}"
+            ) from error
 
 
-def _writable(content: Data) -> bytearray | memoryview:
-    """The same bytes in memory that torch takes without a word."""
-    return bytearray(content) if isinstance(content, bytes) else content
+def _to_device(content: Data, num_bytes: int, device: torch.device) -> Tensor:
+    if len(content) != num_bytes:
+        raise ValueError(f"a content has {len(content)} bytes, expected {num_bytes}")
+    # torch takes memory that can be written to without a word
+    memory = bytearray(content) if isinstance(content, bytes) else content
+    if not num_bytes:
+        return torch.empty(0, dtype=torch.uint8, device=device)
+    return torch.frombuffer(memory, dtype=torch.uint8).to(device)
 
 
-def _bytes_of(values: Tensor) -> memoryview:
-    """The memory of a uint8 vector, brought to the host."""
-    return memoryview(values.cpu().numpy())  # type: ignore[arg-type]
+def _own_copy(content: Tensor) -> Tensor:
+    """The same where a sum over the ranks may write."""
+    return content.clone() if content.device.type == "cpu" else content
+
+
+def _to_host(content: Tensor) -> memoryview:
+    """The memory of a uint8 vector, brought to the host behind whatever still writes to it."""
+    return memoryview(content.cpu().numpy())  # type: ignore[arg-type]

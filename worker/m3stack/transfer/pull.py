@@ -24,6 +24,7 @@ from m3stack.transfer.interface import (
 )
 from m3stack.transfer.keys import chain
 from m3stack.transfer.port import Data
+from m3stack.transfer.sources import Sources
 from m3stack.transfer.store import ContentStore
 from m3stack.types import Request, Source
 
@@ -32,8 +33,8 @@ _log = logging.getLogger(__name__)
 # attempts in a row that bring nothing, and the pause before the second one
 MAX_FRUITLESS = 2
 PAUSE_S = 0.1
-# transfers of all requests at once; each holds `store.MAX_BYTES_AT_ONCE` at most
-MAX_TRANSFERS = 4
+# of one media item; a larger one is encoded here
+MAX_FEATURE_BYTES = 256 << 20
 # hashing the pages of a prompt this long takes milliseconds
 LONG_PROMPT_TOKENS = 8192
 
@@ -82,7 +83,7 @@ class Puller:
         self._transport = transport
         self._page_tokens = page_tokens
         self._book = book
-        self._places = asyncio.Semaphore(MAX_TRANSFERS)
+        self._sources = Sources()
 
     async def pages(self, request: Request, source: Source) -> int:
         """Brings the pages of a prompt here, as far as they can be had; returns the tokens brought.
@@ -90,18 +91,22 @@ class Puller:
         Raises:
             WorkerError: this worker's own engine has stopped.
         """
-        async with self._places:
-            epoch = await self._store.epoch()
-            own = await self._chain(request, epoch)
-            room = await self._store.room(own)
-            if room.known == len(own):
-                return 0
-            progress = _Progress(room.known, room.most)
-            # a full cache takes nothing in
-            outcome = "failed"
-            if room.most > room.known:
-                outcome = await self._bring_pages(request, source, own, (epoch, progress))
-            await self._store.use_pages(own[: progress.here])
+        epoch = await self._store.epoch()
+        own = await self._chain(request, epoch)
+        room = await self._store.room(own)
+        if room.known == len(own):
+            return 0
+        progress = _Progress(room.known, room.most)
+        # a full cache takes nothing in
+        outcome = "failed"
+        if room.most > room.known:
+            try:
+                async with self._sources.place(source):
+                    outcome = await self._bring_pages(request, source, own, (epoch, progress))
+            except TransferError as error:
+                self._tell("pages", source, error)
+                outcome = "partial" if progress.here > room.known else "failed"
+        await self._store.use_pages(own[: progress.here])
         brought = progress.here - room.known
         self._book.transfer_ended(outcome)
         _log.info(
@@ -126,30 +131,43 @@ class Puller:
             WorkerError: this worker's own engine has stopped.
         """
         came: set[bytes] = set()
+        # what is moved in one go makes running requests wait
+        small = [(key, size) for key, size in sizes if size <= MAX_FEATURE_BYTES]
         is_corrupt = False
-        fruitless = 0
-        async with self._places:
-            while len(came) < len(sizes) and fruitless < MAX_FRUITLESS:
-                missing = [(key, size) for key, size in sizes if key not in came]
-                try:
-                    async for index, content in self._features(missing, source):
-                        key, size = missing[index]
-                        await _check(content, key, size)
-                        await self._store.write_features(key, content.data)
-                        self._book.transferred("features", size)
-                        came.add(key)
-                        fruitless = 0
-                    break
-                except TransferError as error:
-                    fruitless += 1
-                    is_corrupt |= isinstance(error, _CorruptError)
-                    _tell("features", source, error)
-                    if error.is_final:
-                        break
-                    await asyncio.sleep(PAUSE_S)
+        try:
+            async with self._sources.place(source):
+                is_corrupt = await self._bring_features(small, source, came)
+        except TransferError as error:
+            self._tell("features", source, error)
         whole = "whole" if len(came) == len(sizes) else "partial" if came else "failed"
         self._book.transfer_ended("corrupt" if is_corrupt else whole)
         return frozenset(came)
+
+    async def _bring_features(
+        self, sizes: Sequence[tuple[bytes, int]], source: Source, came: set[bytes]
+    ) -> bool:
+        """Adds the keys of what has come to `came`; says whether something was damaged."""
+        is_corrupt = False
+        fruitless = 0
+        while len(came) < len(sizes) and fruitless < MAX_FRUITLESS:
+            missing = [(key, size) for key, size in sizes if key not in came]
+            try:
+                async for index, content in self._features(missing, source):
+                    key, size = missing[index]
+                    await _check(content, key, size)
+                    await self._store.write_features(key, content.data)
+                    self._book.transferred("features", size)
+                    came.add(key)
+                    fruitless = 0
+                break
+            except TransferError as error:
+                fruitless += 1
+                is_corrupt |= isinstance(error, _CorruptError)
+                self._tell("features", source, error)
+                if error.is_final:
+                    break
+                await asyncio.sleep(PAUSE_S)
+        return is_corrupt
 
     async def _features(self, missing: Sequence[tuple[bytes, int]], source: Source):
         keys = tuple(key for key, _ in missing)
@@ -178,7 +196,7 @@ class Puller:
             except TransferError as error:
                 fruitless = 0 if progress.here > before else fruitless + 1
                 progress.is_corrupt |= isinstance(error, _CorruptError)
-                _tell("pages", source, error)
+                self._tell("pages", source, error)
                 if error.is_final:
                     break
                 await asyncio.sleep(PAUSE_S)
@@ -235,6 +253,10 @@ class Puller:
             progress.most = progress.here
         return landed == num_waiting
 
+    def _tell(self, what: str, source: Source, error: TransferError) -> None:
+        self._sources.failed(source, error)
+        _log.warning("transfer_broke what=%s source=%s reason=%s", what, source.address, error)
+
     async def _chain(self, request: Request, epoch: int) -> tuple[bytes, ...]:
         size = self._page_tokens
         if len(request.prompt_token_ids) > LONG_PROMPT_TOKENS:
@@ -251,7 +273,3 @@ async def _check(content: Content, key: bytes, num_bytes: int) -> None:
         raise _CorruptError(f"a content has {len(content.data)} bytes, expected {num_bytes}")
     if await content_hash_of(key, content.data) != content.sha256:
         raise _CorruptError("a content does not match its hash")
-
-
-def _tell(what: str, source: Source, error: TransferError) -> None:
-    _log.warning("transfer_broke what=%s source=%s reason=%s", what, source.address, error)

@@ -15,7 +15,7 @@ from typing import Protocol, TypeVar
 from m3stack.engine.messages import Hand
 from m3stack.engine.plan import FatalStepError, StepPlan
 from m3stack.errors import ErrorKind, WorkerError
-from m3stack.transfer.port import Data, KeepFeatures, Port
+from m3stack.transfer.port import Data, Port
 
 _log = logging.getLogger(__name__)
 
@@ -50,7 +50,6 @@ class ContentStore:
     Args:
         engine: runs what is to be done here.
         port: to the tensors; only ever touched on the engine thread.
-        page_bytes: of a page on the wire.
         page_layout, feature_layout: the forms in words; what differs is of no use to each other.
     """
 
@@ -59,13 +58,12 @@ class ContentStore:
         engine: BetweenSteps,
         port: Port,
         *,
-        page_bytes: int,
         page_layout: str,
         feature_layout: str,
     ) -> None:
         self._engine = engine
         self._port = port
-        self.page_bytes = page_bytes
+        self.page_bytes = port.page_bytes
         self.page_layout = page_layout
         self.feature_layout = feature_layout
 
@@ -128,20 +126,29 @@ class ContentStore:
 
     async def read_features(self, key: bytes) -> Data | None:
         """The features of an item; None if they are not here (any more)."""
+        found = bytearray()
+        while True:
+            part = slice(len(found), len(found) + MAX_BYTES_AT_ONCE)
 
-        def read(hand: Hand) -> Data | None:
-            # the encoder frees evicted features on this very thread: what the ledger has is there
-            return self._port.read_features(key) if hand.media.is_encoded(key) else None
+            def read(hand: Hand, part: slice = part) -> Data | None:
+                # evicted features are freed on this very thread: what the ledger has is there
+                held = hand.media.is_encoded(key)
+                return self._port.read_features(key, part) if held else None
 
-        return await self._ask(read)
+            data = await self._ask(read)
+            if data is None:
+                return None
+            found += data
+            if len(data) < MAX_BYTES_AT_ONCE:
+                return found
 
     async def write_features(self, key: bytes, content: Data) -> None:
-        """Takes in the features of an item that a request has pinned."""
+        """Takes in the features of an item, if some request still has it pinned."""
 
         def write(hand: Hand) -> None:
-            if not hand.media.is_encoded(key):
-                evicted = tuple(hand.media.take_evicted())
-                self._port.keep_features(KeepFeatures(key, content, evicted))
+            # first in the books: whoever leaves now leaves features that can be evicted
+            if hand.media.adopt(key):
+                self._port.keep_features(key, content)
 
         await self._ask(write)
 
