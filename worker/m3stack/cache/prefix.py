@@ -65,10 +65,10 @@ def page_chain(parent: bytes, token_ids: Sequence[int], page_tokens: int) -> lis
     """
     assert len(token_ids) % page_tokens == 0
     keys: list[bytes] = []
-    data = array("I", token_ids).tobytes()
+    ids = array("I", token_ids)
+    data, step = ids.tobytes(), ids.itemsize * page_tokens
     # a prompt of a million tokens has thousands of pages: one call for each, and nothing else
-    count, size = page_tokens.to_bytes(4, "little"), len(data) // max(1, len(token_ids))
-    blake2b, step = hashlib.blake2b, size * page_tokens
+    count, blake2b = page_tokens.to_bytes(4, "little"), hashlib.blake2b
     for start in range(0, len(data), step):
         head = len(parent).to_bytes(4, "little")
         page = head + parent + count + data[start : start + step]
