@@ -212,6 +212,13 @@ __device__ __forceinline__ void produce(const RingLaunch& launch, RingShared<F>&
             ring.advance();
         }
     }
+    if constexpr (F::kCluster > 1) {
+        // the other block's releases must find this one
+        for (int i = 0; i < F::kStages; ++i) {
+            barrier_wait(&shared.empty[ring.stage], ring.parity ^ 1);
+            ring.advance();
+        }
+    }
 }
 
 // ---- products ----
