@@ -148,7 +148,7 @@ def build_follower(
     )
     rank = place_of(config, mesh.rank)
     own = RankParts(pool, encoder, rank, hardware.device)
-    port = follower_port(model_config, own, mesh, book.mark_encoded)
+    port = follower_port(model_config, own, mesh, book)
     return FollowerRunner(runner, book, port.obey)
 
 

@@ -11,7 +11,7 @@ import torch
 from m3stack.cache.pool import KvPool
 from m3stack.cache.tiered import TieredPool
 from m3stack.config import WorkerConfig
-from m3stack.engine.encoder import Encoder
+from m3stack.engine.encoder import Encoder, FollowerBook
 from m3stack.engine.leader import Order
 from m3stack.models.minimax_m3.config import M3Config
 from m3stack.models.minimax_m3.ranks import Rank, head_span
@@ -73,15 +73,9 @@ def contents_of(
     )
 
 
-def follower_port(
-    model: M3Config, own: RankParts, mesh: Mesh, mark: Callable[[bytes], None]
-) -> FollowerPort:
-    """What a rank that follows does with orders about contents.
-
-    Args:
-        mark: told of every item whose features have come.
-    """
-    return FollowerPort(_rank_port(model, own), mesh, mark)
+def follower_port(model: M3Config, own: RankParts, mesh: Mesh, book: FollowerBook) -> FollowerPort:
+    """What a rank that follows does with orders about contents."""
+    return FollowerPort(_rank_port(model, own), mesh, book)
 
 
 def _rank_port(model: M3Config, own: RankParts) -> RankPort:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import AsyncGenerator, Callable
 
 import grpc
 import pytest
 
+from m3stack.engine.plan import FatalStepError
 from m3stack.errors import ErrorKind, WorkerError
 from m3stack.transfer.interface import Content, Holdings, TransferError, Wanted
 from m3stack.types import Finished, Purpose, Request, Role, Source, Stage, Tokens
@@ -371,6 +373,44 @@ def test_pages_come_back_from_the_sources_host_memory() -> None:
             tokens, end = await answer(second, text(70), source_of(first))
             assert tokens == alone(text(70))
             assert end.usage.cached_tokens == 64
+
+    run(scenario)
+
+
+@pytest.mark.parametrize("make", [lambda: text(70), picture], ids=["pages", "features"])
+def test_what_cannot_be_taken_in_here_is_computed(make: Callable[[], Request]) -> None:
+    async def scenario() -> None:
+        async with worker() as first, worker() as second:
+            await prefill(first, make())
+
+            def out_of_memory(*arguments: object) -> None:
+                raise RuntimeError("out of memory")
+
+            second.store._port.write_page = out_of_memory  # type: ignore[method-assign]
+            second.store._port.keep_features = out_of_memory  # type: ignore[method-assign]
+            tokens, end = await answer(second, make(), source_of(first))
+            assert tokens == alone(make())
+            assert end.usage.cached_tokens == 0
+            assert set(outcomes(second)) == {"failed"}
+
+    run(scenario)
+
+
+def test_nobody_waits_for_an_engine_that_a_transfer_has_ended() -> None:
+    async def scenario() -> None:
+        stack = Stack()
+        async with worker() as first:
+            await prefill(first, text(70))
+            with contextlib.suppress(AssertionError):
+                async with worker(stack) as second:
+
+                    def broken(*arguments: object) -> None:
+                        raise FatalStepError("a rank is gone")
+
+                    second.store._port.write_page = broken  # type: ignore[method-assign]
+                    with pytest.raises(WorkerError) as failure:
+                        await asyncio.wait_for(answer(second, text(70), source_of(first)), 10)
+                    assert failure.value.kind is ErrorKind.WORKER_UNAVAILABLE
 
     run(scenario)
 

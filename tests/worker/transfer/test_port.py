@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import threading
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,7 @@ import torch
 from torch import Tensor
 
 from m3stack.cache.pool import KvPool, PageShape
+from m3stack.engine.encoder import FollowerBook
 from m3stack.engine.plan import FatalStepError
 from m3stack.models.minimax_m3.config import M3Config
 from m3stack.transfer.layout import feature_layout, page_form, page_layout, weights_id
@@ -33,6 +35,10 @@ class Features:
 
     def adopt(self, key: bytes, features: Tensor) -> None:
         self.held[key] = features
+
+    def drop(self, keys: Sequence[bytes]) -> None:
+        for key in keys:
+            self.held.pop(key, None)
 
 
 class Together:
@@ -60,7 +66,7 @@ class Group:
         self.form = page_form(shape, HEADS)
         self.pools: list[KvPool] = []
         self.features = [Features() for _ in range(ranks)]
-        self.marked: list[bytes] = []
+        self.books = [FollowerBook() for _ in range(ranks - 1)]
         self.threads: list[threading.Thread] = []
         ports: list[RankPort] = []
         for rank in range(ranks):
@@ -88,7 +94,9 @@ class Group:
             # on the wire every rank's pages have one form
             assert page_form(own, HEADS) == self.form
         mesh = Together(ranks)
-        self.followers = [FollowerPort(port, mesh, self.marked.append) for port in ports[1:]]
+        self.followers = [
+            FollowerPort(port, mesh, book) for port, book in zip(ports[1:], self.books, strict=True)
+        ]
         self.port = LeaderPort(ports[0], mesh, self.tell) if ranks > 1 else ports[0]
 
     def tell(self, order: Order) -> None:
@@ -189,9 +197,14 @@ def test_features_reach_every_rank_and_its_book() -> None:
     group.settle()
     for features in group.features:
         assert torch.equal(features.held[b"new"], given)
-    assert group.marked == [b"new"]
+    assert group.books[0].is_encoded(b"new")
     assert group.port.read_features(b"new", slice(0, 100)) == data
     assert group.port.read_features(b"new", slice(16, 24)) == data[16:24]
+    group.port.drop_features(b"new")
+    group.settle()
+    assert [features.held for features in group.features] == [{}, {}]
+    # it would be uploaded again, and encoded on every rank
+    assert not group.books[0].is_encoded(b"new")
 
 
 def test_ranks_that_fall_out_of_step_end_the_worker() -> None:

@@ -157,8 +157,14 @@ class MediaLedger:
             entry = self._entries[key]
             entry.num_parts, entry.is_encoded = num_parts, is_whole
 
+    def is_promised(self, key: bytes) -> bool:
+        """Whether somebody waits for the features of an item."""
+        with self._lock:
+            entry = self._entries.get(key)
+            return entry is not None and not entry.is_encoded
+
     def adopt(self, key: bytes) -> bool:
-        """Records that the features of an item come from elsewhere now, if anybody wants them.
+        """Records that the features of an item have come from elsewhere, if anybody wants them.
 
         They take the place of those that were to be freed, if the item had been evicted before.
         """

@@ -5,7 +5,7 @@ Ranks exchange what they hold by one sum over all of them: who has nothing to gi
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Protocol
@@ -42,7 +42,14 @@ class KeepFeatures:
     num_rows: int
 
 
-Order = ReadPage | WritePage | KeepFeatures
+@dataclass(frozen=True, slots=True)
+class DropFeatures:
+    """Says that nobody wants the features of a media item after all."""
+
+    key: bytes
+
+
+Order = ReadPage | WritePage | KeepFeatures | DropFeatures
 
 
 class Features(Protocol):
@@ -51,6 +58,16 @@ class Features(Protocol):
     def features(self, key: bytes) -> Tensor: ...
 
     def adopt(self, key: bytes, features: Tensor) -> None: ...
+
+    def drop(self, keys: Sequence[bytes]) -> None: ...
+
+
+class Book(Protocol):
+    """What a rank that follows knows of features (`engine.encoder.FollowerBook`)."""
+
+    def mark_encoded(self, key: bytes, num_parts: int = 1, *, is_whole: bool = True) -> None: ...
+
+    def forget(self, keys: Sequence[bytes]) -> None: ...
 
 
 class Adder(Protocol):
@@ -81,6 +98,10 @@ class Port(Protocol):
 
     def keep_features(self, key: bytes, content: Data) -> None:
         """Takes features of an item over, as if they had been encoded here."""
+        ...
+
+    def drop_features(self, key: bytes) -> None:
+        """Lets go of features that `keep_features` took over."""
         ...
 
 
@@ -168,6 +189,9 @@ class RankPort:
         own = bytearray(content)
         self.keep(key, _to_device(own, len(own), self.device))
 
+    def drop_features(self, key: bytes) -> None:
+        self._features.drop([key])
+
     def _rows(self, page: int) -> Iterator[tuple[Tensor, Part, bool]]:
         """This rank's tensors of a page, where they stand on the wire, and which are index keys."""
         index_page = self._pool.shape.index_page(page)
@@ -186,15 +210,19 @@ class FollowerPort:
     Args:
         own: of this rank.
         mesh: all ranks.
-        mark: told of every item whose features have come.
+        book: of its encoder.
     """
 
-    def __init__(self, own: RankPort, mesh: Adder, mark: Callable[[bytes], None]) -> None:
+    def __init__(self, own: RankPort, mesh: Adder, book: Book) -> None:
         self._own = own
         self._mesh = mesh
-        self._mark = mark
+        self._book = book
 
     def obey(self, order: Order) -> None:
+        if isinstance(order, DropFeatures):
+            self._own.drop_features(order.key)
+            self._book.forget([order.key])
+            return
         is_page = not isinstance(order, KeepFeatures)
         size = self._own.page_bytes if is_page else order.num_rows * self._own.row_bytes
         content = torch.zeros(size, dtype=torch.uint8, device=self._own.device)
@@ -205,7 +233,7 @@ class FollowerPort:
             self._own.take(order.page, content)
         elif isinstance(order, KeepFeatures):
             self._own.keep(order.key, content)
-            self._mark(order.key)
+            self._book.mark_encoded(order.key)
 
 
 class LeaderPort:
@@ -246,6 +274,10 @@ class LeaderPort:
         whole = _own_copy(_to_device(content, num_rows * self._own.row_bytes, self._own.device))
         with self._all(KeepFeatures(key, num_rows)):
             self._own.keep(key, self._mesh.all_reduce(whole))
+
+    def drop_features(self, key: bytes) -> None:
+        with self._all(DropFeatures(key)):
+            self._own.drop_features(key)
 
     @contextmanager
     def _all(self, order: Order) -> Iterator[None]:

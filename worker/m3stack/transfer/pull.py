@@ -13,6 +13,7 @@ from contextlib import aclosing
 from dataclasses import dataclass
 from typing import Protocol
 
+from m3stack.errors import WorkerError
 from m3stack.transfer.interface import (
     Content,
     ContentKind,
@@ -103,7 +104,7 @@ class Puller:
             try:
                 async with self._sources.place(source):
                     outcome = await self._bring_pages(request, source, own, (epoch, progress))
-            except TransferError as error:
+            except Exception as error:  # noqa: BLE001 - what does not come is computed
                 self._tell("pages", source, error)
                 outcome = "partial" if progress.here > room.known else "failed"
         await self._store.use_pages(own[: progress.here])
@@ -137,7 +138,7 @@ class Puller:
         try:
             async with self._sources.place(source):
                 is_corrupt = await self._bring_features(small, source, came)
-        except TransferError as error:
+        except Exception as error:  # noqa: BLE001 - what does not come is encoded here
             self._tell("features", source, error)
         whole = "whole" if len(came) == len(sizes) else "partial" if came else "failed"
         self._book.transfer_ended("corrupt" if is_corrupt else whole)
@@ -253,9 +254,14 @@ class Puller:
             progress.most = progress.here
         return landed == num_waiting
 
-    def _tell(self, what: str, source: Source, error: TransferError) -> None:
-        self._sources.failed(source, error)
-        _log.warning("transfer_broke what=%s source=%s reason=%s", what, source.address, error)
+    def _tell(self, what: str, source: Source, error: Exception) -> None:
+        if isinstance(error, WorkerError):
+            # this worker's own end is no matter of transfers
+            raise error
+        if isinstance(error, TransferError):
+            self._sources.failed(source, error)
+        reason = f"{type(error).__name__}: {error}"
+        _log.warning("transfer_broke what=%s source=%s reason=%s", what, source.address, reason)
 
     async def _chain(self, request: Request, epoch: int) -> tuple[bytes, ...]:
         size = self._page_tokens

@@ -146,9 +146,12 @@ class ContentStore:
         """Takes in the features of an item, if some request still has it pinned."""
 
         def write(hand: Hand) -> None:
-            # first in the books: whoever leaves now leaves features that can be evicted
-            if hand.media.adopt(key):
-                self._port.keep_features(key, content)
+            if not hand.media.is_promised(key):
+                return
+            self._port.keep_features(key, content)
+            # whoever wanted them may have left just now
+            if not hand.media.adopt(key):
+                self._port.drop_features(key)
 
         await self._ask(write)
 
@@ -201,6 +204,10 @@ class ContentStore:
             else:
                 future.set_result(outcome)  # type: ignore[arg-type]
 
+        def tell(outcome: Answer | None, error: Exception | None) -> None:
+            if not loop.is_closed():
+                loop.call_soon_threadsafe(settle, outcome, error)
+
         def run(hand: Hand | None) -> None:
             outcome, error = None, None
             if hand is None:
@@ -209,12 +216,13 @@ class ContentStore:
                 try:
                     outcome = work(hand)
                 except FatalStepError:
+                    # the engine ends with this; nobody may wait for it for ever
+                    tell(None, WorkerError(ErrorKind.WORKER_UNAVAILABLE, "the engine has failed"))
                     raise
                 except Exception as failure:  # noqa: BLE001 - the transfer alone fails
                     _log.exception("transfer_work_failed")
                     error = failure
-            if not loop.is_closed():
-                loop.call_soon_threadsafe(settle, outcome, error)
+            tell(outcome, error)
 
         self._engine.between_steps(run)
         return await future
