@@ -46,10 +46,14 @@ class StepSize:
 def sizes(*, max_tokens: int, max_sequences: int, context_tokens: int) -> Iterator[StepSize]:
     """Sizes of steps as they occur, those that occur most first."""
     contexts = sorted({min(context, context_tokens) for context in CONTEXTS})
-    prompts = sorted({min(tokens, max_tokens) for tokens in (*PROMPT_TOKENS, max_tokens)})
+    most = min(max_tokens, context_tokens)
+    prompts = sorted({min(tokens, most) for tokens in (*PROMPT_TOKENS, most)})
     for tokens in prompts:
+        # one token is decode, and comes below
+        if tokens == 1:
+            continue
         # behind nothing, behind something cached, and beside two that decode
-        yield StepSize((tokens,), min(tokens, context_tokens))
+        yield StepSize((tokens,), tokens)
         longer = min(context_tokens, max(contexts[len(contexts) // 2], 2 * tokens))
         if tokens < longer:
             yield StepSize((tokens,), longer)

@@ -111,6 +111,10 @@ def run_ahead(config: WorkerConfig, model: M3Model, limits: SchedulerLimits) -> 
     except torch.OutOfMemoryError as error:
         # the largest step was sized for; a mixture of sizes that does not fit is none of it
         _log.warning("first_steps_ended reason=%s", error)
+    except torch.AcceleratorError:
+        raise
+    except Exception:  # noqa: BLE001 - a size that no request may ever have must not keep it down
+        _log.exception("first_steps_failed")
 
 
 def _graph_bytes(config: WorkerConfig) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import random
 from pathlib import Path
 
@@ -10,7 +11,14 @@ import pytest
 import torch
 
 from m3stack.cache.pool import PageShape
-from m3stack.cache.tiered import PageMoves, PageTier, TieredPages, TieredPool, with_tier
+from m3stack.cache.tiered import (
+    PageMoves,
+    PageTier,
+    TieredPages,
+    TieredPool,
+    hot_pages_at_least,
+    with_tier,
+)
 from m3stack.checkpoints import builtin_checkpoint
 from m3stack.kernels import page_fetch, page_moves
 from m3stack.kernels.reference_table import reference_kernels
@@ -180,6 +188,37 @@ def test_logits_are_those_of_a_pool_that_holds_everything(spare: int) -> None:
             assert 15 < missed < asked
             if spare == 0:
                 assert missed > 20, "nothing was fetched twice"
+
+
+def test_pages_for_which_there_is_no_slot_are_counted_and_can_come_later() -> None:
+    tier = PageTier(torch.empty(1, 2, 3), 20, 4, page_fetch)
+    for part, host in enumerate(tier.host):
+        for page in range(20):
+            host[page] = page_value(page, part)
+    tier.bring(torch.tensor([[1, 2, 3, 4, 5, 6]], dtype=torch.int32))
+    assert tier.num_left_out() == 2
+    assert len(check_tables(tier)) == 4
+    tier.bring(torch.tensor([[5, 6, 7]], dtype=torch.int32))
+    assert {5, 6, 7} <= check_tables(tier)
+    assert tier.num_left_out() == 2
+    # all slots but one are in use: a page more than that has no place to go
+    tier.bring(torch.tensor([[5, 6, 7, 8, 9]], dtype=torch.int32))
+    assert tier.num_left_out() == 3
+    assert {5, 6, 7} <= check_tables(tier)
+
+
+@pytest.mark.parametrize(("tokens", "rows"), [(4096, 64), (100, 3), (1, 1)])
+def test_the_fewest_slots_hold_what_a_step_can_write(tokens: int, rows: int) -> None:
+    shape = PageShape((True,), 1, 1, 1, 128, torch.float32)
+    least = hot_pages_at_least(shape, num_blocks=1, step_tokens=tokens, rows=rows)
+    # each sequence begins with the last row of a page, and reaches into the next ones
+    rng = random.Random(tokens)
+    for _ in range(200):
+        cuts = sorted(rng.choices(range(tokens + 1), k=rows - 1))
+        lengths = [end - start for start, end in itertools.pairwise([0, *cuts, tokens])]
+        offsets = [rng.choice([0, 127, rng.randrange(128)]) for _ in lengths]
+        pages = sum(-(-(n + o) // 128) for n, o in zip(lengths, offsets, strict=True) if n)
+        assert pages <= least
 
 
 @pytest.mark.parametrize("moves", [page_moves, page_fetch], ids=["plain", "kernels"])

@@ -79,6 +79,10 @@ class PageTier:
         asked, fetched = self.tables.counts_2.tolist()
         return asked, fetched
 
+    def num_left_out(self) -> int:
+        """Pages that found no slot so far: 0 unless too many were asked for. Waits."""
+        return int(self.tables.numbers_4[3])
+
     def rows_to_write(self, slots_T: Tensor, tokens: int) -> Tensor:
         """Where a step's rows go in the hot slots, which their pages get; see `row_slots`."""
         pages_T = torch.where(slots_T >= 0, slots_T // tokens, self.num_pages)
@@ -174,7 +178,8 @@ def hot_pages_at_least(shape: PageShape, *, num_blocks: int, step_tokens: int, r
         num_blocks: K that a row chooses in each group.
         step_tokens, rows: tokens and sequences of the largest step.
     """
-    written = -(-step_tokens // shape.page_tokens) + rows
+    # a sequence's rows may begin and end in mid-page
+    written = step_tokens // shape.page_tokens + 2 * rows
     return max(shape.num_kv_heads * num_blocks, written)
 
 

@@ -38,8 +38,9 @@ def _want_kernel(
     before = tl.atomic_xchg(wanted + page, 1, mask=is_missing)
     is_first = is_missing & (before == 0)
     place = tl.atomic_add(numbers + tl.zeros_like(page), 1, mask=is_first)
-    # more pages than there are slots are the caller's mistake
     tl.store(listed + place, page.to(tl.int32), mask=is_first & (place < num_hot))
+    # more pages than there are slots are the caller's mistake: they are left out, and counted
+    tl.store(wanted + page, 0, mask=is_first & (place >= num_hot))
     if tl.program_id(0) == 0:
         # of the fetch that follows
         tl.store(numbers + 1, 0)
@@ -52,7 +53,8 @@ def _place_kernel(
 ):  # fmt: skip
     """One program: goes round the slots from where it stopped, and takes those not used lately."""
     now = tl.load(turn)
-    count = tl.minimum(tl.load(numbers), num_hot)
+    asked = tl.load(numbers)
+    count = tl.minimum(asked, num_hot)
     hand = tl.load(numbers + 2)
     lane = tl.arange(0, SWEEP)
     inside = lane < num_hot
@@ -88,6 +90,11 @@ def _place_kernel(
         tl.debug_barrier()
     tl.store(numbers, 0)
     tl.store(numbers + 2, hand)
+    tl.store(numbers + 3, tl.load(numbers + 3) + asked - done)
+    while done < count:
+        page = tl.load(listed + done + lane, mask=done + lane < count, other=0)
+        tl.store(wanted + page, 0, mask=done + lane < count)
+        done += SWEEP
     tl.store(turn, now + 1)
 
 

@@ -28,8 +28,9 @@ class HotTables:
         is_here_NG: int32, whether a group's part of the slot's page was fetched.
         turn_1: int32, number of the placing under way.
         counts_2: int64, parts asked for so far, and those of them that were fetched.
-        wanted_P, listed_N, numbers_4: int32, for the back end's own use; zero between calls but
-            for `numbers_4`.
+        wanted_P, listed_N: int32, for the back end's own use; the former zero between calls.
+        numbers_4: int32, likewise; the last one counts pages that found no slot, since more were
+            asked for than there are.
     """
 
     slot_of_P: Tensor

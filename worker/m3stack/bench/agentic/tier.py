@@ -98,7 +98,7 @@ def measure(models: Models, shape: TierShape) -> list[TierRow]:
 def hot_pages_at_least_for(models: Models, shape: TierShape) -> int:
     """Hot pages without which a step of the measurement cannot be computed."""
     config = models.config
-    written = -(-shape.max_batch_tokens // config.block_tokens) + shape.requests
+    written = shape.max_batch_tokens // config.block_tokens + 2 * shape.requests
     return max(config.num_kv_heads * config.topk_blocks, written)
 
 
