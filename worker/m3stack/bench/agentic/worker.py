@@ -199,12 +199,16 @@ def running_engine(model: M3Model, sizes: Sizes) -> Iterator[Running]:
         deliver=mailbox.put,
         on_exit=mailbox.end,
     )
+    # as the worker does: a full collection walks over all of torch, and nobody gets a token meanwhile
+    gc.collect()
+    gc.freeze()
     engine.start()
     try:
         yield Running(engine, mailbox, pool, graphs, passing, metrics)
     finally:
         engine.stop()
         engine.join(STOP_S)
+        gc.unfreeze()
         del engine, runner, pool, forward, graphs, passing, host
         gc.collect()
         if device.type == "cuda":
