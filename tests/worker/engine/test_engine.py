@@ -13,6 +13,7 @@ from m3stack.types import Failed, Finished, MediaSettled, Request, Started, Toke
 from tests.worker.engine.engine_harness import EngineHarness
 from tests.worker.engine.history_model import (
     IMAGE_ID,
+    PAGE,
     PATCH_FORMAT,
     Stack,
     greedy_alone,
@@ -183,6 +184,16 @@ def test_request_the_pool_can_never_hold_is_refused_with_numbers() -> None:
         assert ending.kind is ErrorKind.CONTEXT_TOO_LONG
         assert "40 tokens" in ending.message
         assert "has 4" in ending.message
+        assert isinstance(harness.ending(harness.submit(text(2))), Finished)
+
+
+def test_a_prompt_beyond_context_and_pool_is_refused_and_others_go_on() -> None:
+    # what is left for its output is less than nothing, and must not make it look smaller
+    pages_of_prompt = -(-10_050 // PAGE)
+    with EngineHarness(Stack(num_pages=pages_of_prompt - 2)) as harness:
+        ending = harness.ending(harness.submit(text(1, length=10_050, max_tokens=5)))
+        assert isinstance(ending, Failed)
+        assert ending.kind is ErrorKind.CONTEXT_TOO_LONG
         assert isinstance(harness.ending(harness.submit(text(2))), Finished)
 
 

@@ -137,7 +137,8 @@ class Sequence:
     @property
     def pages_at_most(self) -> int:
         """Pages it can ever need; the last output token is never computed."""
-        return -(-(self.num_prompt + self.max_output - 1) // self.page_tokens)
+        # a prompt beyond the context leaves less than nothing for the output
+        return -(-(self.num_prompt + max(1, self.max_output) - 1) // self.page_tokens)
 
     def accept(self, sampled: Sampled) -> tuple[FinishReason, int | None] | None:
         """Appends an output token unless it stops the sequence; says why it ended, if it did."""

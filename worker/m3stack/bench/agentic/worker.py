@@ -199,7 +199,7 @@ def running_engine(model: M3Model, sizes: Sizes) -> Iterator[Running]:
         deliver=mailbox.put,
         on_exit=mailbox.end,
     )
-    # as the worker does: a full collection walks over all of torch, and nobody gets a token meanwhile
+    # as the worker does: a full collection walks over all of torch while nobody gets a token
     gc.collect()
     gc.freeze()
     engine.start()
