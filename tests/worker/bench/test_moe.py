@@ -22,6 +22,8 @@ from m3stack.bench.kernels.moe_layers import (
     make_tokens,
     used_experts,
 )
+from m3stack.kernels.moe.with_cuda import Path as Kernel
+from m3stack.kernels.moe.with_cuda import choose_path
 from m3stack.kernels.moe.with_triton import TritonExperts
 
 pytestmark = pytest.mark.filterwarnings("ignore:Conversion of an array:DeprecationWarning")
@@ -99,7 +101,7 @@ def test_rows_join_by_tokens_and_keep_refusals(tmp_path: Path) -> None:
             890.0,
             910.0,
             800.0,
-            peers_us={"torch": 1206.0},
+            peers_us={"torch": 1206.0, "triton": 901.0, "many": 950.0},
             notes="29 experts",
         ),
         Row("moe_8_mxfp8", "", None, error="refused, not timed: x"),
@@ -108,12 +110,24 @@ def test_rows_join_by_tokens_and_keep_refusals(tmp_path: Path) -> None:
     summary = moe.summarise(rows)
     assert [(row.tokens, row.routing) for row in summary] == [(8, "random"), (64, "skewed")]
     assert (summary[0].torch_us, summary[0].bf16_us, summary[0].mxfp8_us) == (1206.0, 900.0, None)
+    assert (summary[0].triton_bf16_us, summary[0].others_us) == (901.0, {"bf16 many": 950.0})
     assert summary[0].notes == "29 experts; refused, not timed: x"
     moe.write_json(tmp_path / "a.json", summary, CEILINGS, "c")
     record = json.loads((tmp_path / "a.json").read_text())[0]
     assert {"tokens", "torch_us", "bf16_us", "mxfp8_us", "floor_bf16_us"} <= set(record)
     moe.write_picture(tmp_path / "a.svg", summary)
     assert "8 tokens, random" in (tmp_path / "a.svg").read_text()
+
+
+def test_kernels_beside_the_chosen_one_can_compute_the_layer() -> None:
+    for tokens in moe.TOKENS:
+        for form in moe.FORMS:
+            shape = MoeShape(tokens)
+            others = moe.other_kernels(shape, form)
+            chosen = choose_path(tokens, 4 * tokens, 128, is_mxfp8=form == "mxfp8")
+            assert chosen not in others
+            assert form == "mxfp8" or Kernel.SOME not in others
+    assert moe.other_kernels(MoeShape(8192), "bf16") == []
 
 
 def test_the_command_needs_a_gpu_and_says_so(capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,7 +1,7 @@
 """Command `python -m m3stack.bench.kernels moe`: times MoE layers in bf16 and MXFP8.
 
-Each row is one layer of the released model, shared expert and routing included, beside the portable
-Triton kernels and, in bf16, PyTorch's grouped products, which have neither.
+Each row is one layer of the released model, shared expert and routing included, beside the other
+kernels that could compute it and, in bf16, PyTorch's grouped products, which have neither.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import argparse
 import json
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import lru_cache, partial
 from html import escape
 from pathlib import Path
@@ -37,13 +37,16 @@ from m3stack.bench.kernels.moe_layers import (
     make_tokens,
     used_experts,
 )
-from m3stack.kernels.moe.with_cuda import CudaExperts
+from m3stack.kernels.moe.with_cuda import CudaExperts, choose_path
+from m3stack.kernels.moe.with_cuda import Path as Kernel
 from m3stack.kernels.moe.with_triton import TritonExperts
 
-TOKENS = (1, 8, 64, 256, 8192)
+TOKENS = (1, 8, 64, 256, 1024, 2048, 8192)
 FORMS = ("bf16", "mxfp8")
 # layers of a graph are too many bytes to repeat what one call's launches cost
 GRAPH_TOKENS = 1024
+# tokens from and up to which kernels are timed that `auto` does not choose there
+WORTH_TIMING = {Kernel.FEW: (1, 256), Kernel.SOME: (1, 2048), Kernel.MANY: (256, 8192)}
 # an expert's weights are several times the L2, so few sets of tokens suffice
 TOKEN_SETS = 4
 
@@ -63,6 +66,10 @@ def prepare(shape: MoeShape, form: str, ceilings: Ceilings) -> Prepared:
     used = sorted(used_experts(layer, x_TM) for x_TM in sets)[TOKEN_SETS // 2]
     portable = TritonExperts(device)
     peers: dict[str, list[Call]] = {"triton": [partial(layer.run, portable, x_TM) for x_TM in sets]}
+    for kernel in other_kernels(shape, form):
+        others = CudaExperts(device, path=kernel)
+        check_layer(layer, others, sets[0])
+        peers[kernel.value] = [partial(layer.run, others, x_TM) for x_TM in sets]
     if form == "bf16":
         peers["torch"] = [grouped_peer(layer, x_TM) for x_TM in sets]
     return Prepared(
@@ -74,6 +81,19 @@ def prepare(shape: MoeShape, form: str, ceilings: Ceilings) -> Prepared:
         notes=f"{used} experts",
         graph=shape.tokens <= GRAPH_TOKENS,
     )
+
+
+def other_kernels(shape: MoeShape, form: str) -> list[Kernel]:
+    """The sm_90a kernels worth timing beside the one that `auto` chooses."""
+    is_mxfp8 = form == "mxfp8"
+    chosen = choose_path(shape.tokens, shape.tokens * shape.top_k, shape.experts, is_mxfp8=is_mxfp8)
+    return [
+        kernel
+        for kernel, (least, most) in WORTH_TIMING.items()
+        if least <= shape.tokens <= most
+        and kernel is not chosen
+        and (is_mxfp8 or kernel is not Kernel.SOME)
+    ]
 
 
 def _case(tokens: int, form: str, *, is_skewed: bool) -> Case:
@@ -93,7 +113,11 @@ CASES = tuple(
 
 @dataclass(frozen=True, slots=True)
 class MoeRow:
-    """One line of the report: the same tokens in both formats; None where not timed."""
+    """One line of the report: the same tokens in both formats; None where not timed.
+
+    Attributes:
+        others_us: by format and kernel, of kernels that `auto` does not choose for these tokens.
+    """
 
     tokens: int
     routing: str
@@ -107,6 +131,7 @@ class MoeRow:
     bf16_tflops: float | None
     mxfp8_tflops: float | None
     notes: str
+    others_us: dict[str, float] = field(default_factory=dict)
 
 
 def summarise(rows: Sequence[Row]) -> list[MoeRow]:
@@ -133,6 +158,12 @@ def summarise(rows: Sequence[Row]) -> list[MoeRow]:
                     bf16_tflops=plain.tflops if plain else None,
                     mxfp8_tflops=coded.tflops if coded else None,
                     notes="; ".join(row.error or row.notes for row in (plain, coded) if row),
+                    others_us={
+                        f"{form} {name}": us
+                        for form, row in zip(FORMS, (plain, coded), strict=True)
+                        for name, us in (row.peers_us if row else {}).items()
+                        if name in set(WORTH_TIMING)
+                    },
                 )
             )
     return summary
