@@ -33,11 +33,11 @@ def loss_plot(logs: Sequence[Path]) -> str:
 
 
 def _mean_loss(record: dict[str, Any]) -> float:
-    """Over everyday skills: long documents would hide their course."""
+    """Over everyday skills: drills and long documents would hide their course."""
     losses = [
         scores["loss"]
         for name, scores in record["skills"].items()
-        if not name.startswith("needle_") or name == "needle_short"
+        if not name.startswith(("needle_", "drill_")) or name == "needle_short"
     ]
     return sum(losses) / len(losses) if losses else record["loss"]
 
