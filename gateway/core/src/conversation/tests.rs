@@ -310,6 +310,7 @@ fn response_formats_are_read() {
     };
     assert_eq!(format(schema).unwrap().response_format, expected);
     assert_eq!(refusal(format(r#"{"type":"json_schema"}"#)).0, "response_format.json_schema");
+    assert_eq!(refusal(format(r#"{"schema":{}}"#)).0, "response_format.type");
 }
 
 #[test]

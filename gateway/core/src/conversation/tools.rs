@@ -173,7 +173,7 @@ pub(super) fn response_format(body: &Fields) -> Result<ResponseFormat, RequestEr
         return Ok(structured.unwrap_or_default());
     };
     let form = match format.string("type")? {
-        None | Some("text") => return Ok(structured.unwrap_or_default()),
+        Some("text") => return Ok(structured.unwrap_or_default()),
         Some("json_object") => ResponseFormat::JsonObject,
         Some("json_schema") => {
             let Some(inner) = format.object("json_schema")? else {
@@ -182,11 +182,11 @@ pub(super) fn response_format(body: &Fields) -> Result<ResponseFormat, RequestEr
             };
             json_schema(&inner)?
         }
-        Some(other) => {
-            return Err(RequestError::invalid(
-                "response_format.type",
-                format!("response_format.type is {other:?}; use text, json_object or json_schema"),
-            ));
+        other => {
+            let found = other.map_or("missing".to_owned(), |word| format!("{word:?}"));
+            let message =
+                format!("response_format.type is {found}; use text, json_object or json_schema");
+            return Err(RequestError::invalid("response_format.type", message));
         }
     };
     if structured.is_some() {
