@@ -71,9 +71,17 @@ impl Stages<'_> {
         for _ in 0..MAX_ATTEMPTS {
             let failed = lost.as_ref().map(WorkerEvents::lease);
             let Ok(lease) = self.app.workers.lease(&demand, failed) else { break };
-            let source = lease.source();
+            let (source, id) = (lease.source(), lease.id);
             let mut events = self.call(lease, stage, sources);
-            match to_end(&mut events).await {
+            let ended = tokio::select! {
+                ended = to_end(&mut events) => ended,
+                // whoever answers could do it meanwhile
+                () = self.app.workers.until_stalled(id) => Err(GatewayError::new(
+                    ErrorKind::WorkerUnavailable,
+                    "the worker has requests and makes no step",
+                )),
+            };
+            match ended {
                 Ok(usage) => {
                     self.app.metrics.stage_ended(stage, true);
                     return Ok(Some((source, usage)));

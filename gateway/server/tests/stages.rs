@@ -248,3 +248,23 @@ async fn a_fleet_without_one_that_answers_is_not_ready_and_says_why() {
     assert_eq!(ready.status, 503);
     assert!(ready.text.contains("only encodes media"), "{}", ready.text);
 }
+
+#[tokio::test]
+async fn nobody_waits_for_a_helper_that_makes_no_step() {
+    let fleet = fleet();
+    fleet.prefill.set_acts(vec![Act::Start, Act::Hang]);
+    // busy, and the count of its steps stands still
+    fleet.prefill.set_load(proto::Load {
+        running_requests: 1,
+        steps: 7,
+        total_pages: 100,
+        ..Default::default()
+    });
+    let list = [&fleet.prefill, &fleet.decode];
+    let gateway = Gateway::start(&list, &["--set", "worker_stall_s=1"]).await;
+    let reply = gateway.chat(long_chat()).await;
+    assert_eq!(reply.status, 200, "{}", reply.text);
+    assert_eq!(address(only(&fleet.decode).pages_source), None);
+    fleet.prefill.wait_until(|record| record.cancelled == record.seen.len()).await;
+    gateway.assert_idle().await;
+}

@@ -21,6 +21,8 @@ use crate::telemetry::{Fleet, Metrics, WorkerCount};
 const CONNECT_TIMEOUT: Duration = Duration::from_secs(2);
 /// A connection whose other end is gone without a word is found dead after these two.
 const KEEP_ALIVE: (Duration, Duration) = (Duration::from_secs(10), Duration::from_secs(5));
+/// How often a worker that others wait for is looked at.
+const STALL_INTERVAL: Duration = Duration::from_millis(500);
 /// Token replies are small; windows this size never throttle them.
 const WINDOW_BYTES: u32 = 1 << 20;
 
@@ -212,6 +214,21 @@ impl WorkerPool {
                 ErrorKind::WorkerUnavailable,
                 "the worker chosen for this request has just left; try again",
             )),
+        }
+    }
+
+    /// Waits until a worker has requests and makes no step.
+    pub async fn until_stalled(&self, id: WorkerId) {
+        loop {
+            tokio::time::sleep(STALL_INTERVAL).await;
+            let members = self.shared.members();
+            let seat = members.iter().find(|member| member.id == id).map(|member| member.seat);
+            let now_s = self.shared.now_s();
+            // on one that has left the list, what runs runs to its end
+            let is_stalled = |seat| self.shared.router().health(seat, now_s) == Health::Stalled;
+            if seat.is_some_and(is_stalled) {
+                return;
+            }
         }
     }
 
