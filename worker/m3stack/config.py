@@ -372,6 +372,8 @@ def _check_together(config: WorkerConfig) -> None:
             f"hot_pages is {config.hot_pages}, which does not go with role {config.role}"
         )
     ranks = config.tensor_parallel
+    if config.role == "encode" and config.random_weights:
+        raise StartupError("random_weights is on, but role encode is of use with real ones only")
     if config.role == "encode" and ranks > 1:
         raise StartupError(
             f"tensor_parallel is {ranks}, but the vision tower is not split: run that many workers "

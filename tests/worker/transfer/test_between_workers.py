@@ -5,12 +5,16 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import AsyncGenerator, Callable
+from pathlib import Path
 
 import grpc
 import pytest
 
 from m3stack.engine.plan import FatalStepError
 from m3stack.errors import ErrorKind, WorkerError
+from m3stack.rpc.tls import peer_credentials, server_credentials
+from m3stack.rpc.transfer_client import GrpcTransport
+from m3stack.rpc.transfer_service import TransferService
 from m3stack.transfer.interface import Content, Holdings, TransferError, Wanted
 from m3stack.types import Finished, Purpose, Request, Role, Source, Stage, Tokens
 from m3stack.worker.v1 import worker_pb2 as pb
@@ -29,6 +33,9 @@ from tests.worker.engine.history_model import (
 from tests.worker.rpc.worker_harness import Options, Worker, run, worker
 
 PREFILL = Stage(Purpose.PREFILL)
+CERTIFICATES = Path(__file__).parents[2] / "data" / "tls"
+# one that the server's certificate there is for
+SERVER_NAME = "m3-worker.models.svc"
 
 
 def text(length: int, *, name: str = "r", salt: int = 0, **changes: object) -> Request:
@@ -495,5 +502,37 @@ def test_an_address_that_is_none_is_refused(address: str) -> None:
             with pytest.raises(WorkerError) as refusal:
                 await answer(subject, text(20), Source(address))
             assert refusal.value.param == "pages_source.address"
+
+    run(scenario)
+
+
+def test_workers_with_certificates_fetch_by_tls_and_turn_others_away(tmp_path: Path) -> None:
+    for side in ("server", "client"):
+        (tmp_path / side).mkdir()
+        for name, file in (("ca.crt", "ca"), ("tls.crt", side), ("tls.key", side)):
+            given = CERTIFICATES / f"{file}{Path(name).suffix}"
+            (tmp_path / side / name).write_bytes(given.read_bytes())
+
+    async def scenario() -> None:
+        async with worker() as first, worker() as second:
+            await prefill(first, text(70))
+            service = TransferService()
+            service.open_for(first.store)
+            server = grpc.aio.server()
+            pb_grpc.add_TransferServiceServicer_to_server(service, server)
+            port = server.add_secure_port("127.0.0.1:0", server_credentials(tmp_path / "server"))
+            await server.start()
+            source = Source(f"127.0.0.1:{port}", SERVER_NAME)
+            # without a certificate of its own, nobody gets anything
+            assert await second.puller.pages(text(70), source) == 0
+            secure = GrpcTransport(peer_credentials(tmp_path / "client"))
+            second.puller._transport = secure
+            assert await second.puller.pages(text(70), source) == 64
+            # the name that was asked for is the one that is checked
+            await second.admin.FlushPrefixCache(pb.FlushPrefixCacheRequest())
+            other = Source(f"127.0.0.1:{port}", "somebody.else")
+            assert await second.puller.pages(text(70), other) == 0
+            await secure.close()
+            await server.stop(0)
 
     run(scenario)
