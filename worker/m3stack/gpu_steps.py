@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import torch
 
-from m3stack.cache.pool import KvPool
+from m3stack.cache.pool import KvPool, PageShape
 from m3stack.cache.tiered import TieredPages
 from m3stack.config import WorkerConfig
 from m3stack.dry_run import run_largest_step
@@ -18,6 +18,7 @@ from m3stack.engine.runner import Forward
 from m3stack.errors import StartupError
 from m3stack.first_steps import run_first_steps, sizes
 from m3stack.hardware import Hardware
+from m3stack.kernels.msa.prefill.widened_pages import MOST_WIDENED_PAGES
 from m3stack.kernels.msa.with_cuda import CudaMsa
 from m3stack.models.minimax_m3.model import M3Model
 from m3stack.pools import context_limit, page_shape
@@ -79,10 +80,11 @@ def bytes_of_steps(config: WorkerConfig, model: M3Model, limits: SchedulerLimits
     context = context_limit(config, model.config)
     growth = limits.max_growth if limits.growth_prefix_tokens else 1
     num_tokens = min(limits.max_batch_tokens * growth, context)
+    shape = page_shape(config, model.config, Hardware(device, model.embedding.dtype))
     try:
         step = run_largest_step(
             model,
-            page_shape(config, model.config, Hardware(device, model.embedding.dtype)),
+            shape,
             num_tokens=num_tokens,
             context_tokens=context,
             num_patches=config.max_encode_patches,
@@ -92,7 +94,16 @@ def bytes_of_steps(config: WorkerConfig, model: M3Model, limits: SchedulerLimits
             f"a step of {num_tokens} tokens at the end of {context} does not fit beside the "
             f"weights: {error}; lower max_batch_tokens or max_context_tokens"
         ) from error
-    return step + _graph_bytes(config)
+    return step + _graph_bytes(config) + _copies_of_many(shape, context)
+
+
+def _copies_of_many(shape: PageShape, context_tokens: int) -> int:
+    """Bytes by which many short sequences may widen more of their e4m3 pages than one long one."""
+    if shape.kv_dtype is None:
+        return 0
+    pages = max(0, MOST_WIDENED_PAGES - -(-context_tokens // shape.page_tokens))
+    row_bytes = 2 * shape.num_kv_heads * shape.head_dim * shape.dtype.itemsize
+    return pages * shape.page_tokens * row_bytes
 
 
 def run_ahead(config: WorkerConfig, model: M3Model, limits: SchedulerLimits) -> None:

@@ -13,12 +13,17 @@ pytest.importorskip("triton")
 from m3stack.bench.kernels.batches import BatchShape, MsaBatch, make_batch, written_slots
 from m3stack.bench.kernels.harness import require_close, require_equal
 from m3stack.bench.kernels.prefill_selections import rolling_selection
-from m3stack.kernels.interface import NO_BLOCK, LayerPages
+from m3stack.kernels.interface import NO_BLOCK, LayerPages, PagedRows
 from m3stack.kernels.msa import reference
 from m3stack.kernels.msa.decode.fp8_pages import Fp8Pages, quantise_pages
 from m3stack.kernels.msa.prefill import block_attention_prefill
+from m3stack.kernels.msa.prefill import widened_pages as widened
 from m3stack.kernels.msa.prefill.cuda_library import PrefillLibrary
-from m3stack.kernels.msa.prefill.widened_pages import block_attention_fp8, widen_chosen
+from m3stack.kernels.msa.prefill.widened_pages import (
+    block_attention_fp8,
+    pays_to_widen,
+    widen_chosen,
+)
 from m3stack.kernels.msa.prefill.with_cuda import Arm, AttendPolicy, CudaPrefill
 from m3stack.kernels.msa.with_cuda import CudaMsa
 from m3stack.kernels.triton_table import TritonMsa
@@ -98,9 +103,31 @@ def test_attention_over_e4m3_pages_is_that_over_what_they_stand_for(new_blocks):
     require_close(actual, expected, limit=3e-3, what="attention over e4m3 pages")
 
 
+def test_a_long_sequence_beside_many_gets_no_copy_of_all_their_pages():
+    million = 1 << 20
+    for seq_lens, expected in [
+        ((million,), True),
+        ((4096, 100, 100), True),
+        ((million, *[1000] * 7), False),
+        ((32_768, *[100] * 63), False),
+    ]:
+        rows = PagedRows(
+            torch.arange(len(seq_lens) + 1, dtype=torch.int32),
+            torch.tensor(seq_lens, dtype=torch.int32),
+            torch.zeros((len(seq_lens), 1), dtype=torch.int32),
+            1,
+            max(seq_lens),
+        )
+        assert pays_to_widen(rows, 128) is expected, seq_lens
+
+
+@pytest.mark.parametrize("in_place", [False, True])
 @pytest.mark.parametrize("num_rows", [(1, 1), (9, 5)])
-def test_triton_serves_e4m3_pages_without_scales(num_rows):
+def test_triton_serves_e4m3_pages_without_scales(num_rows, in_place, monkeypatch):
     torch.set_num_threads(1)
+    if in_place:
+        monkeypatch.setattr(widened, "MOST_WIDENED_PAGES", 0)
+        monkeypatch.setattr(widened, "widen_chosen", None)
     shape = BatchShape(seq_lens=(700, 300), num_rows=num_rows, groups=1, heads_per_group=4)
     batch = make_batch(shape, device=DEVICE, seed=7, poison=False, dtype=torch.float16)
     pages = LayerPages(

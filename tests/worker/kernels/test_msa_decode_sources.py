@@ -50,6 +50,8 @@ KERNELS = {
         SEQUENCES=64), 8),
     "attend": (decode._attend_kernel, dict(GROUPS=4, HEADS=16, HEAD_TILE=16, DIM=128, PAGE=128,
         SPLITS=4, SEQUENCES=64, WIDEN=False), 4),
+    "attend_e4m3": (decode._attend_kernel, dict(GROUPS=4, HEADS=16, HEAD_TILE=16, DIM=128, PAGE=128,
+        SPLITS=4, SEQUENCES=64, WIDEN=False), 4),
     "merge": (decode._merge_kernel, dict(HEADS=16, DIM=128, SPLITS=64), 4),
     "dense": (dense._paged_kernel, dict(GROUPS=4, HEADS=16, HEAD_TILE=16, ROWS=4, DIM=128,
         PAGE=128, SPLITS=1, WIDEN=False), 8),
@@ -59,7 +61,8 @@ KERNELS = {
 tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
 report = {}
 for name, (function, constants, warps) in KERNELS.items():
-    signature = {argument: "constexpr" if argument in constants else POINTERS.get(argument, "i32")
+    pointers = POINTERS | (dict(k="*fp8e4nv", v="*fp8e4nv") if "e4m3" in name else {})
+    signature = {argument: "constexpr" if argument in constants else pointers.get(argument, "i32")
         for argument in function.arg_names}
     aligned = {(i,): [["tt.divisibility", 16]] for i, (argument, kind) in
         enumerate(signature.items()) if kind.startswith("*") or (kind == "i32" and "_" in argument
@@ -123,6 +126,7 @@ def test_triton_kernels_compile_for_hopper_without_spills(tmp_path):
     assert report["score"]["warpgroup"] > 0, report
     assert report["dense"]["warpgroup"] > 0, report
     assert report["attend"]["products"] > 0, report
+    assert report["attend_e4m3"]["products"] > 0, report
 
 
 def test_argument_structs_have_the_layout_of_the_sources():

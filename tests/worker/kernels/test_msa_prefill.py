@@ -304,9 +304,12 @@ kernels = {
         k_page_pitch=I, k_group_pitch=I, k_pitch=I, v_page_pitch=I, v_group_pitch=I, v_pitch=I),
         dict(ROWS=4, HEADS=16, SLOTS=16, BLOCK=128, DIM=128, WIDE=False), 4),
 }
+signature, constants, warps = kernels["attend_unions"]
+kernels["attend_unions:e4m3"] = (
+    {**signature, "k_pages": "*fp8e4nv", "v_pages": "*fp8e4nv"}, constants, warps)
 tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
 for name, (signature, constants, warps) in kernels.items():
-    function = getattr(with_triton, name)
+    function = getattr(with_triton, name.partition(":")[0])
     aligned = {(i,): [["tt.divisibility", 16]] for i, kind in enumerate(signature.values())
                if kind.startswith("*") or list(signature)[i].endswith("pitch")}
     source = ASTSource(function, {**signature, **dict.fromkeys(constants, "constexpr")},
@@ -335,6 +338,7 @@ def test_the_portable_kernels_compile_to_warpgroup_products(tmp_path):
     report = {line.split()[0]: line.split() for line in done.stdout.splitlines()}
     assert int(report["score_span"][2]) > 0, report
     assert int(report["attend_unions"][2]) > 0, report
+    assert int(report["attend_unions:e4m3"][2]) > 0, report
     assert int(report["score_span"][4]) == 0, report
 
 

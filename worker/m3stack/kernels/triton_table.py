@@ -13,7 +13,7 @@ from m3stack.kernels.moe.with_triton import TritonExperts
 from m3stack.kernels.msa.decode.fp8_pages import Fp8Pages
 from m3stack.kernels.msa.decode.with_triton import TritonDecode
 from m3stack.kernels.msa.prefill import with_triton as prefill
-from m3stack.kernels.msa.prefill.widened_pages import block_attention_fp8
+from m3stack.kernels.msa.prefill.widened_pages import block_attention_fp8, pays_to_widen
 from m3stack.kernels.pointwise import with_triton as pointwise
 from m3stack.kernels.quantised import with_triton as quantised
 
@@ -48,7 +48,8 @@ class TritonMsa:
         few = rows.max_query_len <= MAX_DECODE_ROWS
         run = self._decode.block_attention if few else prefill.block_attention
         q_THD = q_THD.contiguous()
-        if pages.k_PGBD.dtype != torch.float8_e4m3fn:
+        is_fp8 = pages.k_PGBD.dtype == torch.float8_e4m3fn
+        if not is_fp8 or not pays_to_widen(rows, pages.k_PGBD.shape[2]):
             return run(q_THD, pages, blocks_GTK, rows, scale)
         fp8 = Fp8Pages(pages.k_PGBD, pages.v_PGBD, None, None)
         return block_attention_fp8(run, q_THD, fp8, blocks_GTK, rows, scale)

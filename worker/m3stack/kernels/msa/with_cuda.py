@@ -15,7 +15,7 @@ from m3stack.kernels.msa.decode.two_stage import MAX_LINES, choose_blocks_two_st
 from m3stack.kernels.msa.decode.with_cuda import CudaDecode
 from m3stack.kernels.msa.index_copy import IndexCopy
 from m3stack.kernels.msa.prefill.cuda_library import PrefillLibrary
-from m3stack.kernels.msa.prefill.widened_pages import block_attention_fp8
+from m3stack.kernels.msa.prefill.widened_pages import block_attention_fp8, pays_to_widen
 from m3stack.kernels.msa.prefill.with_cuda import (
     BLOCK_TOKENS,
     HEAD_DIM,
@@ -80,7 +80,8 @@ class CudaMsa:
         fp8 = Fp8Pages(pages.k_PGBD, pages.v_PGBD, None, None)
         # a few rows are faster if each widens what it reads than if all that they read is copied
         is_short = q_THD.shape[0] * pages.k_PGBD.shape[1] <= FEW_FP8_LINES
-        if arm is self.decode or is_short:
+        can_widen = pays_to_widen(rows, pages.k_PGBD.shape[2])
+        if arm is self.decode or is_short or not can_widen:
             return self.decode.block_attention_fp8(q_THD, fp8, blocks_GTK, rows, scale)
         attend = self.prefill.block_attention
         return block_attention_fp8(attend, q_THD, fp8, blocks_GTK, rows, scale)

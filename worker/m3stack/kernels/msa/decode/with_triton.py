@@ -137,8 +137,8 @@ def _attend_kernel(
             v_at = v + page * v_page + group * v_group + slot[:, None] * v_token + dim[None, :]
             key = tl.load(k_at, mask=seen[:, None], other=0.0)
             value = tl.load(v_at, mask=seen[:, None], other=0.0)
-            if WIDEN:
-                key, value = key.to(tl.float32), value.to(tl.float32)
+            # also of e4m3 pages
+            key, value = key.to(query.dtype), value.to(query.dtype)
             logits = tl.dot(query, tl.trans(key), input_precision="ieee") * scale_log2
             logits = tl.where(seen[None, :], logits, float("-inf"))
             top = tl.maximum(most, tl.max(logits, 1))

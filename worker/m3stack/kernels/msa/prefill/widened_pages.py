@@ -20,6 +20,9 @@ from m3stack.kernels.msa.decode.fp8_pages import Fp8Pages
 Attend = Callable[[Tensor, LayerPages, Tensor, PagedRows, float], Tensor]
 
 
+# pages of a step's sequences up to which a copy is made (1 GiB for 4 groups); one sequence may
+# always have its copy
+MOST_WIDENED_PAGES = 4096
 # what one program of the marking kernel looks at
 MARKED_ROWS, MARKED_SEQUENCES = 32, 64
 
@@ -74,6 +77,21 @@ def _widen_kernel(
         tl.store(v_to + to, value.to(v_to.dtype.element_ty))
 
 
+def widened_pages(rows: PagedRows, page_tokens: int) -> int:
+    """Pages that `widen_chosen` takes room for: as many a sequence as the longest has."""
+    return rows.seq_lens_S.shape[0] * max(1, -(-rows.max_seq_len // page_tokens))
+
+
+def pays_to_widen(rows: PagedRows, page_tokens: int) -> bool:
+    """Whether a copy of the step's pages stays within what is left free for it.
+
+    Many sequences beside a long one would ask for more memory than the GPU has: the host knows the
+    greatest length only. Their rows read the pages in place.
+    """
+    is_alone = rows.seq_lens_S.shape[0] == 1
+    return is_alone or widened_pages(rows, page_tokens) <= MOST_WIDENED_PAGES
+
+
 def widen_chosen(
     pages: Fp8Pages, blocks_GTK: Tensor, rows: PagedRows, dtype: torch.dtype
 ) -> tuple[LayerPages, PagedRows]:
@@ -85,7 +103,7 @@ def widen_chosen(
     num_seqs = rows.seq_lens_S.shape[0]
     _, groups, page_tokens, dim = pages.k_PGBD.shape
     device, (_, num_tokens, chosen) = blocks_GTK.device, blocks_GTK.shape
-    blocks = max(1, -(-rows.max_seq_len // page_tokens))
+    blocks = widened_pages(rows, page_tokens) // num_seqs
     used = torch.zeros(num_seqs * blocks * groups, dtype=torch.int8, device=device)
     _mark_kernel[(triton.cdiv(num_tokens, MARKED_ROWS), groups)](
         blocks_GTK, rows.query_start_S1, rows.seq_lens_S, used, num_tokens, num_seqs, blocks,

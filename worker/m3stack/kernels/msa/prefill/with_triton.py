@@ -228,9 +228,8 @@ def attend_unions(
         v_at = v_pages + page * v_page_pitch + group * v_group_pitch
         v_at += key[:, None] * v_pitch + at[None, :]
         values = tl.load(v_at, mask=written[:, None], other=0.0)
-        if WIDE:
-            keys = keys.to(tl.float32)
-            values = values.to(tl.float32)
+        # also of e4m3 pages
+        keys, values = keys.to(queries.dtype), values.to(queries.dtype)
         dots = tl.dot(queries, keys, input_precision="ieee") * scale_log2
         seen = ((members >> row) & 1)[:, None] > 0
         seen &= (block * BLOCK + key)[None, :] <= (position + row)[:, None]
