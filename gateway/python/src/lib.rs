@@ -6,6 +6,10 @@
 
 use pyo3::prelude::*;
 
+// as in the gateway's own program: large pieces go back to the system, and come fast
+#[global_allocator]
+static ALLOCATOR: mimalloc::MiMalloc = mimalloc::MiMalloc;
+
 /// The gateway's own code, callable from Python.
 #[pymodule]
 mod _gateway {

@@ -91,7 +91,8 @@ pub(super) struct Confined {
     child: Child,
     messages: File,
     metrics: Arc<Metrics>,
-    _place: Place,
+    /// Taken when it dies.
+    place: Option<Place>,
 }
 
 /// What a child needs to start.
@@ -133,7 +134,7 @@ impl Confined {
         }
         let child = command.spawn()?;
         metrics.video_processes(1);
-        let confined = Self { child, messages, metrics: Arc::clone(metrics), _place: place };
+        let confined = Self { child, messages, metrics: Arc::clone(metrics), place: Some(place) };
         if let Some(stdout) = &confined.child.stdout {
             // SAFETY: the descriptor is open; a refusal only leaves the pipe smaller.
             unsafe { libc::fcntl(stdout.as_raw_fd(), libc::F_SETPIPE_SZ, PIPE_BYTES) };
@@ -173,12 +174,30 @@ impl Confined {
 
 impl Drop for Confined {
     fn drop(&mut self) {
-        // the id is gone once the child was waited for, so no stranger can be hit
-        if let Some(id) = self.child.id().and_then(|id| i32::try_from(id).ok()) {
-            // SAFETY: a signal to the group that this child leads.
-            unsafe { libc::killpg(id, libc::SIGKILL) };
-        }
         self.metrics.video_processes(-1);
+        // the id is gone once the child was waited for, so no stranger can be hit
+        let Some(id) = self.child.id().and_then(|id| i32::try_from(id).ok()) else { return };
+        // SAFETY: a signal to the group that this child leads.
+        unsafe { libc::killpg(id, libc::SIGKILL) };
+        // death takes its time when memory is to be given back; only then may the next one begin
+        if let (Some(place), Ok(runtime)) =
+            (self.place.take(), tokio::runtime::Handle::try_current())
+        {
+            runtime.spawn_blocking(move || {
+                wait_for_death(id);
+                drop(place);
+            });
+        }
+    }
+}
+
+/// Returns when a killed child is dead, or was waited for by another.
+fn wait_for_death(id: libc::pid_t) {
+    let Ok(id) = libc::id_t::try_from(id) else { return };
+    // SAFETY: an all-zero `siginfo_t` is a valid one to be written to; the child is only looked at.
+    unsafe {
+        let mut info = std::mem::zeroed();
+        libc::waitid(libc::P_PID, id, &raw mut info, libc::WEXITED | libc::WNOWAIT);
     }
 }
 
