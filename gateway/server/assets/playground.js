@@ -329,7 +329,7 @@ function showTimes(reply, usage, response, reason) {
     ["clips", prompt.video_tokens || undefined],
     ["reply", usage && `${made} tokens`],
     ["thinking", usage?.completion_tokens_details.reasoning_tokens || undefined],
-    ["server", (response?.headers.get("server-timing") ?? "").replaceAll(";dur=", " ")],
+    ["server", (response?.headers.get("server-timing") ?? "").replace(/;dur=([\d.]+)/g, " $1 ms")],
     ["id", response?.headers.get("x-request-id") ?? undefined],
   ]);
 }
