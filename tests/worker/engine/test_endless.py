@@ -33,7 +33,6 @@ PAIR: dict[str, Any] = {
         {"type": "array", "prefixItems": [True, {"$ref": "#"}], "minItems": 2},
         {"type": ["object", "array"], "required": ["x"], "minItems": 1, "items": {"$ref": "#"},
          "properties": {"x": {"$ref": "#"}}},
-        False,
     ],
 )  # fmt: skip
 def test_what_requires_itself_never_ends(schema: object) -> None:
@@ -44,6 +43,9 @@ def test_what_requires_itself_never_ends(schema: object) -> None:
     "schema",
     [
         True,
+        # impossible, which is another matter
+        False,
+        {"type": "object", "properties": {"x": False}, "required": ["x"]},
         {},
         {"type": "string"},
         {**NODE, "required": ["value"]},
@@ -77,7 +79,9 @@ def test_a_large_schema_takes_no_longer_than_a_bound() -> None:
     # every definition is visited in every round, and every round settles one
     names = range(150)
     wide = [{"type": "object", "properties": {str(n): {"type": "string"} for n in range(40)}}]
-    chain = {str(n): {"allOf": [*wide * 40, {"$ref": f"#/$defs/{n + 1}"}]} for n in names}
+    chain: dict[str, Any] = {
+        str(n): {"allOf": [*wide * 40, {"$ref": f"#/$defs/{n + 1}"}]} for n in names
+    }
     chain["150"] = {"type": "null"}
     began_at = time.process_time()
     assert not is_endless({"$ref": "#/$defs/0", "$defs": chain})

@@ -20,6 +20,9 @@ def is_endless(schema: object) -> bool:
     """Whether every value that a schema allows would hold another one of itself."""
     try:
         targets = _targets(schema)
+        if not targets:
+            # what has no references can be impossible, but not endless
+            return False
         search = _Search(targets)
         for _ in range(MAX_ROUNDS):
             found = {
@@ -40,8 +43,8 @@ class _TooLargeError(Exception):
 
 
 def _targets(root: object) -> dict[str, object]:
-    """What references point to within the document, and the document itself as `#`."""
-    found: dict[str, object] = {"#": root}
+    """What references point to within the document, and itself as `#`; empty without any."""
+    found: dict[str, object] = {}
     open_nodes = [root]
     while open_nodes:
         node = open_nodes.pop()
@@ -55,11 +58,13 @@ def _targets(root: object) -> dict[str, object]:
             open_nodes.extend(fields.values())
         elif isinstance(node, list):
             open_nodes.extend(cast(list[object], node))
-    return found
+    return {**found, "#": root} if found else {}
 
 
 def _resolve(root: object, name: str) -> tuple[bool, object]:
     """Source: RFC 6901, in the fragment form of section 6, without percent encoding."""
+    if name == "#":
+        return True, root
     if not name.startswith("#/"):
         return False, None
     node = root

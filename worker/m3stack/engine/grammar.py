@@ -112,6 +112,8 @@ class GrammarCompiler:
 
     def _compile(self, kind: ConstraintKind, text: str) -> Grammar:
         llguidance = _llguidance()
+        if kind is ConstraintKind.JSON_SCHEMA and is_endless(_parsed(text)):
+            raise _refusal("allows no output that ends: every value requires another one within")
         tokenizer = self._load_tokenizer(llguidance)
         try:
             source = _source(llguidance.LLMatcher, kind, text)
@@ -182,8 +184,6 @@ def _source(matcher: Any, kind: ConstraintKind, text: str) -> str:
         return matcher.grammar_from_regex(text)
     if kind is ConstraintKind.LARK:
         return matcher.grammar_from_lark(text)
-    if is_endless(_parsed(text)):
-        raise ValueError("every value it allows requires another one within: no answer would end")
     # overrides stand in an object: these two have none
     text = {"true": "{}", "false": '{"enum":[]}'}.get(text.strip(), text)
     return matcher.grammar_from_json_schema(
