@@ -84,7 +84,9 @@ def test_a_form_is_kept_by_the_tiny_model(gateway: Server) -> None:
 
 
 def test_the_tiny_model_streams(gateway: Server) -> None:
-    extra = {"thinking": {"type": "disabled"}}
+    # words come whatever the model would say
+    words = {"regex": "[a-z ]{20,40}"}
+    extra = {"thinking": {"type": "disabled"}, "structured_outputs": words}
     model = chat(gateway, temperature=0, max_tokens=20, extra_body=extra)
     asked = "How is the weather in Köln?"
     streamed = "".join(chunk.text for chunk in model.stream(asked))

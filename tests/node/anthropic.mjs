@@ -16,10 +16,18 @@ const tools = [
   },
 ];
 const settings = { model, messages, max_tokens: 200 };
+const level = {
+  type: "object",
+  properties: { level: { enum: ["low", "high"] } },
+  required: ["level"],
+  additionalProperties: false,
+};
 
 const scenarios = {
   async stream() {
     const wishes = { ...settings, max_tokens: 30, temperature: 1, seed: 11 };
+    // words come whatever the model would say
+    wishes.output_config = { format: { type: "json_schema", schema: level } };
     const whole = await client.messages.create(wishes);
     const stream = client.messages.stream(wishes);
     let text = "";

@@ -17,6 +17,8 @@ const scenarios = {
   async stream() {
     const settings = { model, messages, max_tokens: 30, temperature: 1, seed: 11 };
     settings.thinking = { type: "disabled" };
+    // words come whatever the model would say
+    settings.structured_outputs = { regex: "[a-z ]{20,40}" };
     const whole = await client.chat.completions.create(settings);
     const runner = client.chat.completions.stream({
       ...settings,
