@@ -52,17 +52,23 @@ def device_counts(model: M3Model, pool: KvPool, forward: Forward) -> Callable[[]
     # operations are methods of whoever counts
     msa = getattr(model.kernels.choose_blocks, "__self__", None)
     prefill = msa.prefill if isinstance(msa, CudaMsa) else None
+    # steps that no request had have been counted by now
+    before = prefill.overlap() if prefill is not None else None
 
     def read() -> DeviceCounts:
         parts = [tier.counts() for tier in tiers]
-        overlap = None if prefill is None else prefill.overlap()
+        chosen = loaded = None
+        if prefill is not None and before is not None:
+            now = prefill.overlap()
+            chosen = now.chosen_blocks - before.chosen_blocks
+            loaded = now.union_blocks - before.union_blocks
         return DeviceCounts(
             recorded_steps=None if graphs is None else graphs.num_replays,
             recorded_bytes=None if graphs is None else graphs.num_bytes,
             asked_parts=sum(asked for asked, _ in parts) if parts else None,
             fetched_parts=sum(fetched for _, fetched in parts) if parts else None,
-            chosen_blocks=None if overlap is None else overlap.chosen_blocks,
-            loaded_blocks=None if overlap is None else overlap.union_blocks,
+            chosen_blocks=chosen,
+            loaded_blocks=loaded,
         )
 
     return read
