@@ -110,6 +110,22 @@ def test_thinking_is_folded_and_calls_are_answered(page: Page, scripted: Server)
     assert page.locator("p.error:has-text('400')").count() == 0
 
 
+def test_a_message_waits_for_the_files_that_were_chosen_for_it(
+    page: Page, gateway: Server, tmp_path: Path
+) -> None:
+    visit(page, gateway)
+    page.click("#settings summary")
+    page.fill("#max-tokens", "4")
+    picture(tmp_path)
+    clip(tmp_path, seconds=2)
+    page.set_input_files("#file", [str(tmp_path / "card.jpg"), str(tmp_path / "card.mp4")])
+    with page.expect_request("**/v1/chat/completions") as sent:
+        say(page, "What is this?")
+    content = sent.value.post_data_json["messages"][0]["content"]
+    assert [part["type"] for part in content] == ["image_url", "video_url", "text"]
+    page.wait_for_selector(ENDED)
+
+
 @pytest.mark.parametrize("scripted", ["on and on " * 20_000], indirect=True)
 def test_a_reply_can_be_stopped_and_the_chat_goes_on(page: Page, scripted: Server) -> None:
     visit(page, scripted)

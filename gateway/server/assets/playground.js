@@ -11,6 +11,8 @@ const SHOW_MS = 50;
 let messages = [];
 // Media of the message in the making: {part, file}.
 let attached = [];
+// Done when all files chosen so far have been read; a message waits for its media.
+let reading = Promise.resolve();
 let running = null;
 // The model waits for the results of its calls.
 let awaitsResults = false;
@@ -57,15 +59,25 @@ function dataUrl(file) {
   });
 }
 
-async function attach(files) {
+function attach(files) {
+  const chosen = [...files];
+  reading = reading.then(() => readAll(chosen));
+  return reading;
+}
+
+async function readAll(files) {
   for (const file of files) {
     const kind = file.type.split("/")[0];
     if (kind !== "image" && kind !== "video") {
       problem(`${file.name} is neither a picture nor a clip (${file.type || "unknown type"})`);
       continue;
     }
-    const url = await dataUrl(file);
-    attached.push({ file, part: { type: `${kind}_url`, [`${kind}_url`]: { url } } });
+    try {
+      const url = await dataUrl(file);
+      attached.push({ file, part: { type: `${kind}_url`, [`${kind}_url`]: { url } } });
+    } catch (error) {
+      problem(`${file.name} cannot be read: ${error.message}`);
+    }
   }
   showAttached();
 }
@@ -402,7 +414,8 @@ function problem(text) {
 
 // ---- the page ----
 
-function send() {
+async function send() {
+  await reading;
   const text = byId("text").value.trim();
   if (running || (!text && !attached.length)) return;
   if (awaitsResults) {
