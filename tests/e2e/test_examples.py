@@ -65,4 +65,6 @@ def test_both_doors_give_the_same_tokens(worker: Server, gateway: Server, tmp_pa
                 direct += event.token_ids
     answer = httpx.post(f"{gateway.url}/v1/chat/completions", json=body, timeout=60).json()
     assert answer["usage"]["prompt_tokens"] == len(request.prompt_token_ids)
-    assert answer["choices"][0]["message"]["content"] == preparer.detokenize(direct)
+    # what ends a message is no text of it, even where the model goes on
+    told = preparer.detokenize(direct).replace("[e~[", "")
+    assert answer["choices"][0]["message"]["content"] == told
