@@ -30,6 +30,20 @@ CALL = (
 )
 
 
+# words come whatever the model would say
+LEVEL = {
+    "format": {
+        "type": "json_schema",
+        "schema": {
+            "type": "object",
+            "properties": {"level": {"enum": ["low", "high"]}},
+            "required": ["level"],
+            "additionalProperties": False,
+        },
+    }
+}
+
+
 def client_of(gateway: Server) -> anthropic.Anthropic:
     return anthropic.Anthropic(base_url=gateway.url, api_key="none", max_retries=0, timeout=60)
 
@@ -89,7 +103,7 @@ def test_a_streamed_message_is_the_whole_message(client: anthropic.Anthropic) ->
         system=[{"type": "text", "text": "Be brief.", "cache_control": {"type": "ephemeral"}}],
         max_tokens=40,
         metadata={"user_id": "somebody"},
-        extra_body={"temperature": 1.0, "top_k": 20, "seed": 11},
+        extra_body={"temperature": 1.0, "top_k": 20, "seed": 11, "output_config": LEVEL},
     )
     whole = client.messages.create(**settings)
     with client.messages.stream(**settings) as stream:
