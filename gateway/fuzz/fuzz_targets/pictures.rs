@@ -23,7 +23,7 @@ fuzz_target!(|bytes: &[u8]| {
         return;
     }
     let resizer = &Resizer::new(header.size, TARGET);
-    let job = PictureJob { limits: &LIMITS, resizer, layout: LAYOUT, is_wanted: || true };
+    let job = PictureJob { limits: &LIMITS, resizer, layout: LAYOUT, is_wanted: &mut || true };
     let rows = picture_patches(bytes, job);
     match frame {
         Ok(frame) => {

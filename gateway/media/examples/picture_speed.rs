@@ -40,7 +40,7 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
     let frame = decode_image(&bytes, &limits)?;
     let resizer = Resizer::new(frame.size, target);
     let whole = || {
-        let (limits, resizer, is_wanted) = (&limits, &resizer, || true);
+        let (limits, resizer, is_wanted) = (&limits, &resizer, &mut || true);
         picture_patches(&bytes, PictureJob { limits, resizer, layout, is_wanted })
     };
     let stages: [(&str, &dyn Fn()); 6] = [

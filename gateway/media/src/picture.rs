@@ -7,7 +7,7 @@ use crate::resize::{Resizer, RowSource};
 use crate::types::{PatchLayout, Patches};
 
 /// What becomes of a picture, and how long it is wanted.
-pub struct PictureJob<'a, W> {
+pub struct PictureJob<'a> {
     /// What it may cost.
     pub limits: &'a DecodeLimits,
     /// From its size as displayed to that at which it is cut up.
@@ -15,7 +15,7 @@ pub struct PictureJob<'a, W> {
     /// How it is cut up.
     pub layout: PatchLayout,
     /// Asked now and then; the work is given up once it is false.
-    pub is_wanted: W,
+    pub is_wanted: &'a mut dyn FnMut() -> bool,
 }
 
 /// Patch rows of a picture at the resizer's target size; `None` if they are no longer wanted.
@@ -26,11 +26,8 @@ pub struct PictureJob<'a, W> {
 /// # Panics
 /// When a side of the target is not a multiple of [`PatchLayout::factor`], or the resizer is for
 /// pictures of another size.
-pub fn picture_patches<W: FnMut() -> bool>(
-    bytes: &[u8],
-    job: PictureJob<'_, W>,
-) -> Result<Option<Patches>, MediaError> {
-    let PictureJob { limits, resizer, layout, mut is_wanted } = job;
+pub fn picture_patches(bytes: &[u8], job: PictureJob<'_>) -> Result<Option<Patches>, MediaError> {
+    let PictureJob { limits, resizer, layout, is_wanted } = job;
     let Some(rows) = open_rows(bytes, limits)? else {
         let frame = decode_image(bytes, limits)?;
         return Ok(is_wanted().then(|| patchify_resized(&frame, resizer, layout)));
@@ -47,9 +44,9 @@ pub fn picture_patches<W: FnMut() -> bool>(
 }
 
 /// Rows that end when nobody wants them any more.
-struct Watched<'a, W> {
+struct Watched<'a> {
     rows: JpegRows<'a>,
-    is_wanted: W,
+    is_wanted: &'a mut dyn FnMut() -> bool,
 }
 
 enum Ended {
@@ -57,7 +54,7 @@ enum Ended {
     Broken(MediaError),
 }
 
-impl<W: FnMut() -> bool> RowSource for Watched<'_, W> {
+impl RowSource for Watched<'_> {
     type Error = Ended;
 
     fn rows(&mut self, count: usize) -> Result<&[u8], Ended> {

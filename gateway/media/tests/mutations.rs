@@ -67,7 +67,7 @@ fn check(bytes: &[u8]) -> bool {
         return false;
     }
     let resizer = &Resizer::new(header.size, TARGET);
-    let job = PictureJob { limits: &LIMITS, resizer, layout: LAYOUT, is_wanted: || true };
+    let job = PictureJob { limits: &LIMITS, resizer, layout: LAYOUT, is_wanted: &mut || true };
     let rows = picture_patches(bytes, job);
     match frame {
         Ok(frame) => {

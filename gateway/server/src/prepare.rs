@@ -121,7 +121,7 @@ impl Preparer {
         let size = read_header(bytes).map_err(refusal)?.size;
         let plan = spec.plan_image(size, controls)?;
         let (limits, resizer) = (&DecodeLimits::default(), &Resizer::new(size, plan.target));
-        let (layout, is_wanted) = (spec.patch_layout(), || true);
+        let (layout, is_wanted) = (spec.patch_layout(), &mut || true);
         let job = PictureJob { limits, resizer, layout, is_wanted };
         let patches = picture_patches(bytes, job).map_err(refusal)?;
         patches.ok_or_else(|| GatewayError::internal("a picture was given up, which nobody asked"))

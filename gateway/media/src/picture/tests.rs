@@ -26,7 +26,7 @@ fn jpeg(size: ImageSize, format: PixelFormat, subsampling: Subsamp) -> Vec<u8> {
 fn patches(bytes: &[u8], target: ImageSize) -> Result<Option<Patches>, MediaError> {
     let limits = &DecodeLimits::default();
     let resizer = &Resizer::new(read_header(bytes).unwrap().size, target);
-    picture_patches(bytes, PictureJob { limits, resizer, layout: LAYOUT, is_wanted: || true })
+    picture_patches(bytes, PictureJob { limits, resizer, layout: LAYOUT, is_wanted: &mut || true })
 }
 
 #[test]
@@ -72,7 +72,7 @@ fn damage_is_the_same_error_either_way() {
 fn work_is_given_up_between_two_bands() {
     let bytes = jpeg(ImageSize { width: 64, height: 320 }, PixelFormat::RGB, Subsamp::Sub2x2);
     let mut asked = 0;
-    let is_wanted = || {
+    let is_wanted = &mut || {
         asked += 1;
         asked < 4
     };

@@ -124,7 +124,7 @@ impl MediaLoader {
         let cost = header.size.pixels();
         let work = self.rooms.run(&item.share, cost, move |watch| {
             let (limits, resizer) = (&limits, &*resizer);
-            let is_wanted = || watch.check() != Err(Left);
+            let is_wanted = &mut || watch.check() != Err(Left);
             let made = picture_patches(&bytes, PictureJob { limits, resizer, layout, is_wanted })?;
             let rows = made.map(|patches| patches.bytes).unwrap_or_default();
             let sha256 = sha256(&rows);
