@@ -83,6 +83,10 @@ impl<'a> FrameStream<'a> {
                 Ok(Ok(_)) => {
                     run.patience = run.patience.saturating_sub(begin.elapsed());
                     self.given += 1;
+                    // a stretch has the time that a child of its own would have
+                    if run.segment.stretches.contains(&self.given) {
+                        run.patience = self.job.ffmpeg.limits.timeout;
+                    }
                     return Ok(Some(RgbFrame { size, pixels }));
                 }
                 Ok(Err(_)) if run.segment.is_seek => self.decode_the_rest(),
