@@ -14,7 +14,8 @@ from tests.e2e.leaving import PHASES, Fleet, leave
 def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
     stack = Stack(tmp_path_factory.mktemp("leaving"))
     try:
-        yield Fleet.start(stack)
+        with Fleet.start(stack) as fleet:
+            yield fleet
     finally:
         stack.close()
 

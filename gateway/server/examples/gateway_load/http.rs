@@ -91,8 +91,11 @@ fn find(bytes: &[u8], needle: &[u8]) -> Option<usize> {
     bytes.windows(needle.len()).position(|window| window == needle)
 }
 
-/// Whether a key with a text that is not empty stands there.
+/// Whether the needle stands there; one that opens a text, before a text that is not empty.
 fn shows_text(bytes: &[u8], needle: &[u8]) -> bool {
+    if !needle.ends_with(b"\"") {
+        return find(bytes, needle).is_some();
+    }
     bytes
         .windows(needle.len() + 1)
         .any(|window| window.starts_with(needle) && !window.ends_with(b"\""))

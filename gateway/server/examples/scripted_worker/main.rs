@@ -64,6 +64,10 @@ impl Script {
 
     /// Waits until a token's time has come; they do not drift.
     async fn wait_for_token(&self, begin: Instant, place: usize) {
+        // a timer that has passed still takes until the next millisecond
+        if self.interval.is_zero() {
+            return;
+        }
         let steps = u32::try_from(place + 1).unwrap_or(u32::MAX);
         tokio::time::sleep_until(begin + self.interval * steps).await;
     }
