@@ -6,7 +6,7 @@ SHELL := /bin/bash
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
-GATEWAY_SOURCES := $(shell find gateway proto -name '*.rs' -o -name '*.toml' -o -name '*.proto' -o -path '*/assets/*' 2>/dev/null) Cargo.toml Cargo.lock
+GATEWAY_SOURCES := $(shell find gateway proto -name '*.rs' -o -name '*.c' -o -name '*.toml' -o -name '*.proto' -o -path '*/assets/*' 2>/dev/null) Cargo.toml Cargo.lock
 GENERATED := worker/m3stack/worker/v1
 
 .PHONY: help setup build demo serve test test-rust test-python lint proto soak chaos bench release clean
