@@ -54,7 +54,9 @@ def text_of(reply: dict) -> str:
 
 def ready(gateway: Server, count: int) -> None:
     wait_for(gateway, "/ready")
+    deadline = time.monotonic() + 60
     while figure(gateway, 'm3stack_gateway_workers{state="ready"}') < count:
+        assert time.monotonic() < deadline, f"fewer than {count} workers are ready"
         time.sleep(0.1)
 
 
