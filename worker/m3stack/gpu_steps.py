@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -18,11 +19,12 @@ from m3stack.engine.runner import Forward
 from m3stack.errors import StartupError
 from m3stack.first_steps import run_first_steps, sizes
 from m3stack.hardware import Hardware
-from m3stack.kernels.msa.prefill.widened_pages import MOST_WIDENED_PAGES
-from m3stack.kernels.msa.with_cuda import CudaMsa
 from m3stack.models.minimax_m3.model import M3Model
 from m3stack.pools import context_limit, page_shape
 from m3stack.telemetry import DeviceCounts
+
+if TYPE_CHECKING:
+    from m3stack.kernels.msa.prefill.with_cuda import CudaPrefill
 
 _log = logging.getLogger(__name__)
 
@@ -49,9 +51,7 @@ def device_counts(model: M3Model, pool: KvPool, forward: Forward) -> Callable[[]
     """Reads what is counted where steps run; a call waits for the device where there is one."""
     graphs = forward if isinstance(forward, DecodeGraphs) else None
     tiers = [layer.tier for layer in pool.layers if isinstance(layer, TieredPages) and layer.tier]
-    # operations are methods of whoever counts
-    msa = getattr(model.kernels.choose_blocks, "__self__", None)
-    prefill = msa.prefill if isinstance(msa, CudaMsa) else None
+    prefill = _counting_prefill(model) if model.embedding.device.type == "cuda" else None
     # steps that no request had have been counted by now
     before = prefill.overlap() if prefill is not None else None
 
@@ -72,6 +72,16 @@ def device_counts(model: M3Model, pool: KvPool, forward: Forward) -> Callable[[]
         )
 
     return read
+
+
+def _counting_prefill(model: M3Model) -> CudaPrefill | None:
+    """The attention that counts what its runs share, if the model's is one."""
+    # needs Triton and a second to import: only for GPUs
+    from m3stack.kernels.msa.with_cuda import CudaMsa
+
+    # operations are methods of whoever counts
+    msa = getattr(model.kernels.choose_blocks, "__self__", None)
+    return msa.prefill if isinstance(msa, CudaMsa) else None
 
 
 def bytes_of_steps(config: WorkerConfig, model: M3Model, limits: SchedulerLimits) -> int:
@@ -107,6 +117,9 @@ def _copies_of_many(shape: PageShape, context_tokens: int) -> int:
     """Bytes by which many short sequences may widen more of their e4m3 pages than one long one."""
     if shape.kv_dtype is None:
         return 0
+    # as above
+    from m3stack.kernels.msa.prefill.widened_pages import MOST_WIDENED_PAGES
+
     pages = max(0, MOST_WIDENED_PAGES - -(-context_tokens // shape.page_tokens))
     row_bytes = 2 * shape.num_kv_heads * shape.head_dim * shape.dtype.itemsize
     return pages * shape.page_tokens * row_bytes

@@ -13,10 +13,11 @@ pytest.importorskip("triton")
 from m3stack.kernels import select, self_check
 from m3stack.kernels.attention import with_flashinfer, with_torch
 from m3stack.kernels.build import CompilerMissingError, KernelUnavailableError, find_compiler
+from m3stack.kernels.gpu_back_ends import decode_apart
 from m3stack.kernels.interface import LayerPages, PagedRows
 from m3stack.kernels.msa.with_cuda import refuse_other_models
 from m3stack.kernels.reference_table import reference_kernels
-from m3stack.kernels.select import BackEnd, build_kernels, decode_apart
+from m3stack.kernels.select import BackEnd, build_kernels
 from m3stack.kernels.self_check import check_operation
 from m3stack.kernels.shape import KernelShape
 from m3stack.kernels.triton_table import triton_operations

@@ -8,25 +8,12 @@ from collections.abc import Callable
 from enum import StrEnum
 
 import torch
-from torch import Tensor
 
-from m3stack.kernels.attention import with_flashinfer, with_torch
 from m3stack.kernels.build import KernelUnavailableError
-from m3stack.kernels.interface import Kernels, LayerPages, PagedAttention, PagedRows
-from m3stack.kernels.msa.candidates_with_cuda import CandidateLibrary, CudaCandidates
-from m3stack.kernels.msa.with_cuda import CudaMsa
+from m3stack.kernels.interface import Kernels
 from m3stack.kernels.reference_table import reference_kernels
 from m3stack.kernels.self_check import check_operation
 from m3stack.kernels.shape import KernelShape
-
-try:
-    from m3stack.kernels.moe.with_cuda import CudaExperts
-    from m3stack.kernels.triton_table import paged_attention as triton_paged_attention
-    from m3stack.kernels.triton_table import triton_operations
-except ModuleNotFoundError as missing:  # an optional dependency, and nothing but it
-    if missing.name != "triton":
-        raise
-    triton_operations = triton_paged_attention = CudaExperts = None
 
 logger = logging.getLogger(__name__)
 
@@ -104,65 +91,22 @@ def _supply(
 
 
 def _operations(rung: BackEnd, shape: KernelShape, device: torch.device) -> dict[str, Callable]:
+    if rung is BackEnd.REFERENCE:
+        reference = reference_kernels()
+        names = [field.name for field in dataclasses.fields(Kernels) if field.name != "name"]
+        return {operation: getattr(reference, operation) for operation in names}
+    # costs a second of processor time, which a worker without a GPU need not spend at its start
+    from m3stack.kernels import gpu_back_ends
+
     match rung:
         case BackEnd.FLASHINFER:
-            with_flashinfer.refuse_other_models(shape)
-            dense = with_flashinfer.FlashInferAttention(device)
-            paged_attention = dense.paged_attention
-            if triton_paged_attention is not None:
-                paged_attention = decode_apart(triton_paged_attention, dense.paged_attention)
-            return {
-                "varlen_attention": dense.varlen_attention,
-                "paged_attention": paged_attention,
-            }
+            return gpu_back_ends.flashinfer_operations(shape, device)
         case BackEnd.CUDA:
-            return _cuda_operations(shape, device)
+            return gpu_back_ends.cuda_operations(shape, device)
         case BackEnd.TRITON:
-            if triton_operations is None:
-                raise KernelUnavailableError(
-                    "back end triton is not installed (pip install triton)"
-                )
-            return triton_operations(device)
+            return gpu_back_ends.triton_operations(device)
         case BackEnd.TORCH:
-            return {
-                "varlen_attention": with_torch.varlen_attention,
-                "paged_attention": with_torch.paged_attention,
-            }
-        case BackEnd.REFERENCE:
-            reference = reference_kernels()
-            names = [field.name for field in dataclasses.fields(Kernels) if field.name != "name"]
-            return {operation: getattr(reference, operation) for operation in names}
-
-
-def decode_apart(decode: PagedAttention, other: PagedAttention) -> PagedAttention:
-    """One operation of two: `decode` for steps of one row a sequence, which may be recorded.
-
-    FlashInfer plans on the host, which has to wait for lengths from the device and cannot be part
-    of a CUDA graph.
-    """
-
-    def paged_attention(q_THD: Tensor, pages: LayerPages, rows: PagedRows, scale: float) -> Tensor:
-        run = decode if rows.max_query_len == 1 else other
-        return run(q_THD, pages, rows, scale)
-
-    return paged_attention
-
-
-def _cuda_operations(shape: KernelShape, device: torch.device) -> dict[str, Callable]:
-    msa = CudaMsa(shape)
-    candidates = CudaCandidates(CandidateLibrary(), msa.decode, msa.prefill)
-    operations: dict[str, Callable] = {
-        "choose_blocks": msa.choose_blocks,
-        "choose_candidates": candidates.choose_candidates,
-        "merge_candidates": candidates.merge_candidates,
-        "block_attention": msa.block_attention,
-    }
-    if CudaExperts is not None:
-        experts = CudaExperts(device)
-        operations["route_tokens"] = experts.route_tokens
-        operations["run_experts"] = experts.run_experts
-        operations["linear_mxfp8"] = experts.linear_mxfp8
-    return operations
+            return gpu_back_ends.torch_operations()
 
 
 def _choose(
