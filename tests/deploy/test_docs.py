@@ -1,4 +1,4 @@
-"""What the operators' pages name exists."""
+"""What the pages name exists: settings, links and the sections they lead to, alerts."""
 
 from __future__ import annotations
 
@@ -12,7 +12,11 @@ import yaml
 from m3stack.config import setting_specs
 
 ROOT = Path(__file__).parents[2]
-PAGES = sorted((ROOT / "docs").glob("*.md")) + sorted((ROOT / "deploy").rglob("*.md"))
+PAGES = sorted(
+    page
+    for place in ("*.md", "docs/**/*.md", "deploy/**/*.md", "tests/data/**/*.md", "worker/**/*.md")
+    for page in ROOT.glob(place)
+)
 
 
 def gateway_settings() -> set[str]:
@@ -33,13 +37,37 @@ def test_every_setting_of_the_migration_page_exists() -> None:
     assert named - known == set()
 
 
+def prose(page: Path) -> str:
+    """A page without its blocks and spans of code, in which brackets mean other things."""
+    text = re.sub(r"^ *```.*?^ *```", "", page.read_text(), flags=re.MULTILINE | re.DOTALL)
+    return re.sub(r"`[^`\n]*`", "", text)
+
+
+def sections(page: Path) -> set[str]:
+    """Names under which a page's headings can be linked to."""
+    text = re.sub(r"^ *```.*?^ *```", "", page.read_text(), flags=re.MULTILINE | re.DOTALL)
+    headings = re.findall(r"^#+ +(.+?) *$", text, re.MULTILINE)
+    plain = (re.sub(r"[^\w\- ]", "", heading.lower()) for heading in headings)
+    return {heading.replace(" ", "-") for heading in plain}
+
+
 @pytest.mark.parametrize("page", PAGES, ids=lambda path: path.relative_to(ROOT).as_posix())
 def test_links_lead_somewhere(page: Path) -> None:
-    targets = re.findall(r"\]\(([^)#]+)(?:#[^)]*)?\)", page.read_text())
-    missing = [
-        target for target in targets if "://" not in target and not (page.parent / target).exists()
-    ]
+    missing = []
+    for target in re.findall(r"\]\(([^)\s]+)(?: [^)]*)?\)", prose(page)):
+        if "://" in target or target.startswith("mailto:"):
+            continue
+        name, _, section = target.partition("#")
+        found = page.parent / name if name else page
+        is_section = not section or (found.suffix == ".md" and section in sections(found))
+        if not found.exists() or not is_section:
+            missing.append(target)
     assert missing == []
+
+
+def test_pages_of_every_folder_are_looked_at() -> None:
+    folders = {page.parent.relative_to(ROOT).as_posix() for page in PAGES}
+    assert {".", "docs", "docs/decisions", "docs/bench", "deploy"} <= folders
 
 
 def test_every_alert_has_its_line_in_the_operators_page() -> None:
