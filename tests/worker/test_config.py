@@ -91,6 +91,25 @@ def test_flag_beats_environment_beats_file_beats_default(tmp_path: Path) -> None
             "expert_parallel is 3, expected a divisor of tensor_parallel (4)",
         ),
         ({"shard_index_keys": True}, {}, "shard_index_keys needs tensor_parallel of at least 2"),
+        (
+            {"hosts": 2, "host_index": 2},
+            {},
+            "host_index is 2, expected less than hosts, which is 2",
+        ),
+        (
+            {"hosts": 2, "tensor_parallel": 3, "leader_address": "a:1"},
+            {},
+            "tensor_parallel is 3, expected a multiple of hosts, which is 2",
+        ),
+        ({"hosts": 2, "tensor_parallel": 2}, {}, "leader_address is ''"),
+        (
+            {"hosts": 2, "tensor_parallel": 2, "leader_address": "a:0"},
+            {},
+            "leader_address is 'a:0'",
+        ),
+        ({}, {"LWS_GROUP_SIZE": "two"}, "environment LWS_GROUP_SIZE: hosts is 'two'"),
+        ({"allowed_sources": "10.0.0.0/33"}, {}, "expected names, *.suffixes, addresses"),
+        ({"allowed_sources": "a,,b"}, {}, "expected names, *.suffixes, addresses"),
     ],
 )
 def test_bad_settings_are_refused_by_name(
@@ -99,6 +118,20 @@ def test_bad_settings_are_refused_by_name(
     with pytest.raises(StartupError) as refused:
         resolve(flags=flags, environ=environ)
     assert message in str(refused.value)
+
+
+def test_the_controller_of_a_group_of_pods_says_where_this_one_stands() -> None:
+    told = {
+        "LWS_GROUP_SIZE": "2",
+        "LWS_WORKER_INDEX": "1",
+        "LWS_LEADER_ADDRESS": "m3-0.m3.serving",
+    }
+    config = resolve(flags={"tensor_parallel": 16}, environ=told)
+    assert (config.hosts, config.host_index) == (2, 1)
+    assert config.leader_address == "m3-0.m3.serving:50052"
+    # what a person says comes first
+    own = {"tensor_parallel": 16, "leader_address": "10.0.0.1:7"}
+    assert resolve(flags=own, environ=told).leader_address == "10.0.0.1:7"
 
 
 def test_all_bad_settings_are_named_at_once() -> None:

@@ -15,6 +15,7 @@ from typing import Any, cast
 from m3stack.errors import StartupError
 from m3stack.setting_checks import (
     address,
+    address_or_none,
     address_or_off,
     anything,
     at_least,
@@ -24,7 +25,9 @@ from m3stack.setting_checks import (
     one_of,
     seconds,
     slowdown,
+    sources,
 )
+from m3stack.setting_relations import check_together, place_told_by_controller
 
 ENV_PREFIX = "M3STACK_WORKER_"
 BUILTIN_CHECKPOINT = Path(__file__).parent / "checkpoints" / "tiny"
@@ -74,6 +77,12 @@ class WorkerConfig:
         "clients with a certificate it has signed",
         anything,
     )
+    allowed_sources: str = _setting(
+        "",
+        "where other workers may be that requests tell this one to fetch from: names, *.suffixes, "
+        "addresses and networks, separated by commas; empty: anywhere",
+        sources,
+    )
     metrics_listen: str = _setting(
         "off", "address that serves Prometheus metrics, or off", address_or_off
     )
@@ -101,6 +110,32 @@ class WorkerConfig:
     )
     tensor_parallel: int = _setting(
         1, "ranks that share the model, each a process and, on GPUs, a GPU", at_least(1)
+    )
+    hosts: int = _setting(
+        1,
+        "machines that the ranks are spread over, equally many on each; the controller of a "
+        "LeaderWorkerSet tells it (LWS_GROUP_SIZE)",
+        at_least(1),
+    )
+    host_index: int = _setting(
+        0,
+        "which of the machines this is; 0 leads and answers requests, the others follow "
+        "(LWS_WORKER_INDEX)",
+        at_least(0),
+    )
+    leader_address: str = _setting(
+        "",
+        "host:port on which machine 0 is joined by the others (LWS_LEADER_ADDRESS, port 50052)",
+        address_or_none,
+    )
+    host_key_file: str = _setting(
+        "",
+        "file with a secret that all machines of a worker hold; empty: whoever reaches "
+        "leader_address may join",
+        anything,
+    )
+    host_silence_s: float = _setting(
+        20.0, "seconds without a sign after which another machine counts as lost", seconds
     )
     expert_parallel: int = _setting(
         1,
@@ -267,14 +302,15 @@ def resolve(
 
     Args:
         flags: settings given on the command line, by name; None means not given.
-        environ: environment; names without the prefix are not looked at.
+        environ: environment; of names without the prefix, only `LWS_*` are looked at.
         file: TOML with `[shared]` and `[worker]`; a `[gateway]` table is the gateway's business.
 
     Raises:
         StartupError: names every setting that is unknown or has a bad value, and where it stands.
     """
     specs = {spec.name: spec for spec in setting_specs()}
-    given = dict(_from_file(file)) if file is not None else {}
+    given: dict[str, tuple[object, str]] = dict(place_told_by_controller(environ))
+    given |= _from_file(file) if file is not None else {}
     given |= {
         name.removeprefix(ENV_PREFIX).lower(): (text, f"environment {name}")
         for name, text in environ.items()
@@ -295,7 +331,7 @@ def resolve(
     if complaints:
         raise StartupError("\n".join(complaints))
     config = WorkerConfig(**values)
-    _check_together(config)
+    check_together(config)
     return config
 
 
@@ -350,51 +386,3 @@ def _typed(spec: SettingSpec, raw: object) -> object:
 
 def _article(kind: type) -> str:
     return {str: "a string", int: "an integer", float: "a number", bool: "true or false"}[kind]
-
-
-def _check_together(config: WorkerConfig) -> None:
-    if config.step_overlap == "on" and config.tensor_parallel > 1:
-        raise StartupError(
-            f"step_overlap is on, but tensor_parallel is {config.tensor_parallel}: the tokens of a "
-            "step under way are known to one rank only; use auto or off"
-        )
-    if config.hot_pages and (config.tensor_parallel > 1 or config.host_cache_bytes > 0):
-        raise StartupError(
-            f"hot_pages is {config.hot_pages}, which goes neither with tensor_parallel "
-            f"{config.tensor_parallel} nor with host_cache_bytes {config.host_cache_bytes}"
-        )
-    if config.role in ("prefill", "decode") and not config.prefix_cache:
-        raise StartupError(
-            f"role is {config.role}, which works through the prefix cache; prefix_cache is off"
-        )
-    if config.role != "all" and config.hot_pages:
-        raise StartupError(
-            f"hot_pages is {config.hot_pages}, which does not go with role {config.role}"
-        )
-    ranks = config.tensor_parallel
-    if config.role == "encode" and config.random_weights:
-        raise StartupError("random_weights is on, but role encode is of use with real ones only")
-    if config.role == "encode" and ranks > 1:
-        raise StartupError(
-            f"tensor_parallel is {ranks}, but the vision tower is not split: run that many workers "
-            "of role encode instead"
-        )
-    if ranks % config.expert_parallel:
-        raise StartupError(
-            f"expert_parallel is {config.expert_parallel}, expected a divisor of tensor_parallel "
-            f"({ranks})"
-        )
-    if config.shard_index_keys and config.index_copy != "none":
-        raise StartupError(
-            f"index_copy is {config.index_copy}, but index keys that ranks hold in parts "
-            "(shard_index_keys) have no copy; unset one of the two"
-        )
-    if config.shard_index_keys and ranks == 1:
-        raise StartupError("shard_index_keys needs tensor_parallel of at least 2, it is 1")
-    for name in ("max_batch_tokens", "max_mixed_tokens"):
-        value = getattr(config, name)
-        if value and value <= config.max_sequences:
-            raise StartupError(
-                f"{name} is {value}, expected more than max_sequences "
-                f"({config.max_sequences}), so that prompts advance beside running requests"
-            )

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import ipaddress
 import math
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -44,6 +46,25 @@ def address(value: str) -> str | None:
 
 def address_or_off(value: str) -> str | None:
     return None if value == "off" or address(value) is None else "host:port or off"
+
+
+def address_or_none(value: str) -> str | None:
+    return None if value == "" or address(value) is None else "host:port"
+
+
+def sources(value: str) -> str | None:
+    is_good = all(_is_source(entry.strip()) for entry in value.split(",")) if value else True
+    return None if is_good else "names, *.suffixes, addresses or networks, separated by commas"
+
+
+def _is_source(entry: str) -> bool:
+    if re.fullmatch(r"(\*\.)?[A-Za-z0-9_-]+(\.[A-Za-z0-9_-]+)*", entry):
+        return True
+    try:
+        ipaddress.ip_network(entry)
+    except ValueError:
+        return False
+    return True
 
 
 def device(value: str) -> str | None:
