@@ -8,7 +8,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from m3stack.assemble import kernel_shape
 from m3stack.cache.pool import KvPool, PageShape
 from m3stack.kernels.msa.decode import two_stage
 from m3stack.kernels.select import build_kernels
@@ -18,6 +17,7 @@ from m3stack.models.minimax_m3.config import M3Config
 from m3stack.models.minimax_m3.e4m3_values import fold_value_scales
 from m3stack.models.minimax_m3.model import M3Model
 from m3stack.models.minimax_m3.random_weights import random_model
+from m3stack.rank_model import kernel_shape
 from tests.worker.support import PagedRunner, Track
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(300)]

@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 import torch
 
-from m3stack.assemble import keeps_mxfp8
 from m3stack.client import default_sampling
 from m3stack.errors import StartupError
 from m3stack.hardware import Hardware
@@ -18,6 +17,7 @@ from m3stack.layers import Place
 from m3stack.models.minimax_m3.config import M3Config
 from m3stack.models.minimax_m3.random_weights import random_model
 from m3stack.models.minimax_m3.weights import load_model
+from m3stack.rank_model import keeps_mxfp8
 from m3stack.serve import EXIT_DRAINED
 from m3stack.types import Request, WorkerState
 from tests.worker import support

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import logging
-import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from torch import nn
 
 from m3stack.cache.host import HostTier
 from m3stack.cache.host_pool import HostPool
@@ -17,7 +15,6 @@ from m3stack.cache.media import MediaLedger
 from m3stack.cache.pages import PageAllocator
 from m3stack.cache.pool import KvPool
 from m3stack.cache.prefix import PrefixCache
-from m3stack.cache.tiered import with_tier
 from m3stack.config import WorkerConfig
 from m3stack.contents import Contents, RankParts, contents_of, follower_port
 from m3stack.engine.budget import SchedulerLimits
@@ -30,7 +27,6 @@ from m3stack.engine.leader import FollowerRunner, GroupPeers, LeaderRunner
 from m3stack.engine.runner import NO_PEERS, Forward, ModelRunner, Peers, Runner
 from m3stack.engine.sampler import Sampler
 from m3stack.engine.scheduler import Scheduler
-from m3stack.errors import StartupError
 from m3stack.gpu_steps import (
     bytes_of_steps,
     device_counts,
@@ -41,19 +37,10 @@ from m3stack.gpu_steps import (
 )
 from m3stack.group import Joined, RankGroup, Setup
 from m3stack.hardware import Hardware, choose_hardware
-from m3stack.kernels.build import KernelUnavailableError
-from m3stack.kernels.interface import Kernels
-from m3stack.kernels.select import build_kernels
-from m3stack.kernels.shape import KernelShape
-from m3stack.layers import Place
 from m3stack.models.minimax_m3.config import M3Config
-from m3stack.models.minimax_m3.e4m3_values import fold_value_scales
 from m3stack.models.minimax_m3.model import M3Model
-from m3stack.models.minimax_m3.random_weights import random_model
-from m3stack.models.minimax_m3.ranks import Rank, tensor_rank
 from m3stack.models.minimax_m3.slices import rank_slices
-from m3stack.models.minimax_m3.weights import holds_mxfp8_alone, load_model
-from m3stack.parallel import ALONE, Mesh, ProcessMesh
+from m3stack.parallel import ALONE, ProcessMesh
 from m3stack.pools import (
     build_host_pool,
     build_pool,
@@ -61,6 +48,7 @@ from m3stack.pools import (
     context_within,
     page_shape,
 )
+from m3stack.rank_model import Progress, load_rank, place_of
 from m3stack.rpc.checks import ModelLimits
 from m3stack.telemetry import WorkerMetrics
 
@@ -69,10 +57,6 @@ _log = logging.getLogger(__name__)
 CPU_BATCH_TOKENS, GPU_BATCH_TOKENS = 512, 8192
 # beside decode, a step of that share of the tokens of a whole one
 GPU_MIXED_SHARE = 4
-# below that many parameters, handing work to threads costs more than it saves
-SMALL_MODEL_VALUES = 50_000_000
-
-Progress = Callable[[int, int], None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,7 +119,7 @@ def build_follower(
     mesh = ProcessMesh(joined.tensors)
     hardware = choose_hardware(config, mesh.rank)
     model_config = M3Config.from_dir(config.model_path)
-    model = _load(config, model_config, hardware, mesh=mesh)
+    model = load_rank(config, model_config, hardware, mesh=mesh)
     setup = receive_setup()
     shape = page_shape(config, model_config, hardware, mesh.rank)
     pool = KvPool(shape, setup.num_pages, hardware.device)
@@ -164,7 +148,7 @@ class Ground:
 def _assemble_leader(config: WorkerConfig, ground: Ground, around: Surroundings) -> Assembly:
     model_config, hardware, group = ground.model_config, ground.hardware, ground.group
     mesh = ALONE if group is None else ProcessMesh(group.joined.tensors)
-    model = _load(config, model_config, hardware, mesh=mesh, progress=around.progress)
+    model = load_rank(config, model_config, hardware, mesh=mesh, progress=around.progress)
     limits = scheduler_limits(config, hardware.device)
     if mesh.size == 1:
         run_ahead(config, model, limits)
@@ -234,73 +218,6 @@ def _assemble_leader(config: WorkerConfig, ground: Ground, around: Surroundings)
     return Assembly(parts, settings, request_limits, constraints, contents, group)
 
 
-def _load(
-    config: WorkerConfig,
-    model_config: M3Config,
-    hardware: Hardware,
-    *,
-    mesh: Mesh,
-    progress: Progress = lambda done, total: None,
-) -> M3Model:
-    """This rank's part of the model."""
-    rank = place_of(config, mesh.rank)
-    own = model_config.per_rank(mesh.size, width_ranks=rank.width_ranks)
-    kernels = choose_kernels(config.kernels, own, hardware)
-    if config.hot_pages:
-        kernels = with_tier(kernels)
-    _log.info("kernels name=%s", kernels.name)
-    keeps = keeps_mxfp8(config, model_config, hardware)
-    if config.random_weights:
-        _log.warning("weights are random: answers are noise")
-        place = Place(hardware.device, hardware.dtype, keeps_mxfp8=keeps)
-        model = random_model(model_config, kernels=kernels, place=place, mesh=mesh, rank=rank)
-        progress(1, 1)
-    else:
-        model = load_model(
-            Path(config.model_path),
-            config=model_config,
-            kernels=kernels,
-            device=hardware.device,
-            dtype=hardware.dtype,
-            progress=progress,
-            keep_quantised=keeps,
-            mesh=mesh,
-            rank=rank,
-        )
-    if config.kv_dtype == "fp8":
-        fold_value_scales(model)
-    if hardware.device.type == "cpu":
-        use_threads(config, model)
-    return model
-
-
-def keeps_mxfp8(config: WorkerConfig, model: M3Config, hardware: Hardware) -> bool:
-    """Whether text linears stay in MXFP8 on the device.
-
-    Raises:
-        StartupError: they are to be kept beside activations that the kernels do not take.
-    """
-    is_bf16 = hardware.dtype == torch.bfloat16
-    if config.mxfp8_weights == "keep" and not is_bf16 and hardware.device.type == "cuda":
-        raise StartupError(
-            f"mxfp8_weights is keep and dtype is {config.dtype}: kernels take MXFP8 weights beside "
-            "bfloat16 only; choose dtype bfloat16, or mxfp8_weights decode"
-        )
-    if config.mxfp8_weights != "auto":
-        return config.mxfp8_weights == "keep"
-    return is_bf16 and hardware.device.type == "cuda" and holds_mxfp8_alone(model)
-
-
-def place_of(config: WorkerConfig, rank: int) -> Rank:
-    """What a rank of the worker holds of its model."""
-    return tensor_rank(
-        rank,
-        config.tensor_parallel,
-        expert_parallel=config.expert_parallel,
-        index_in_parts=config.shard_index_keys,
-    )
-
-
 def model_limits(model: M3Config, max_context_tokens: int, dtype: torch.dtype) -> ModelLimits:
     """What a request for this model must agree with."""
     return ModelLimits(
@@ -342,45 +259,6 @@ def _runner(
         copy_page=host_pool.copy if host_pool is not None else None,
         peers=peers,
     )
-
-
-def kernel_shape(model: M3Config, dtype: torch.dtype) -> KernelShape:
-    """What the choice of kernels must know of a model held in `dtype`."""
-    return KernelShape(
-        dtype=dtype,
-        heads=model.num_heads,
-        groups=model.num_kv_heads,
-        head_dim=model.head_dim,
-        rotary_dim=model.rotary_dim,
-        page_tokens=model.block_tokens,
-        num_blocks=model.topk_blocks,
-        num_local_blocks=model.num_local_blocks,
-        vision_heads=model.vision.num_heads,
-        vision_head_dim=model.vision.hidden_size // model.vision.num_heads,
-        experts=model.num_experts,
-        experts_per_token=model.num_experts_per_token,
-    )
-
-
-def choose_kernels(name: str, model: M3Config, hardware: Hardware) -> Kernels:
-    """The kernels of a name for a model.
-
-    Raises:
-        StartupError: they cannot be had here.
-    """
-    shape = kernel_shape(model, hardware.dtype)
-    try:
-        return build_kernels(name, shape=shape, device=hardware.device)
-    except KernelUnavailableError as error:
-        raise StartupError(str(error)) from error
-
-
-def use_threads(config: WorkerConfig, model: nn.Module) -> None:
-    """Sets how many threads a CPU computes with."""
-    num_values = sum(parameter.numel() for parameter in model.parameters())
-    own = len(os.sched_getaffinity(0)) // config.tensor_parallel
-    automatic = 1 if num_values < SMALL_MODEL_VALUES else max(1, own)
-    torch.set_num_threads(config.cpu_threads or automatic)
 
 
 def scheduler_limits(config: WorkerConfig, device: torch.device) -> SchedulerLimits:

@@ -14,11 +14,8 @@ import torch
 from m3stack.assemble import (
     Assembly,
     Surroundings,
-    choose_kernels,
     model_limits,
-    place_of,
     scheduler_limits,
-    use_threads,
 )
 from m3stack.cache.pages import PageAllocator
 from m3stack.cache.pool import KvPool, PageShape
@@ -38,6 +35,7 @@ from m3stack.layers import Place
 from m3stack.models.minimax_m3.config import M3Config
 from m3stack.models.minimax_m3.vision_only import load_vision
 from m3stack.pools import context_limit
+from m3stack.rank_model import choose_kernels, place_of, use_threads
 
 _log = logging.getLogger(__name__)
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from m3stack.assemble import Assembly, Surroundings, assemble, kernel_shape
+from m3stack.assemble import Assembly, Surroundings, assemble
 from m3stack.cache.media import MediaLedger
 from m3stack.checkpoints import builtin_checkpoint
 from m3stack.config import WorkerConfig
@@ -19,6 +19,7 @@ from m3stack.hardware import choose_hardware
 from m3stack.kernels.select import build_kernels
 from m3stack.models.minimax_m3.config import M3Config
 from m3stack.models.minimax_m3.weights import load_model
+from m3stack.rank_model import kernel_shape
 from m3stack.telemetry import WorkerMetrics
 from m3stack.types import Request, WorkerState
 from tests.worker.engine.history_model import sampling

@@ -20,7 +20,6 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from m3stack.assemble import kernel_shape
 from m3stack.batch import DeviceBatch
 from m3stack.bench.kernels.harness import Ceilings, measure_ceilings
 from m3stack.bench.layers_floors import Part, Work, decode_work, prefill_work
@@ -37,6 +36,7 @@ from m3stack.models.minimax_m3.config import M3Config
 from m3stack.models.minimax_m3.model import DecoderLayer, M3Model
 from m3stack.models.minimax_m3.random_weights import random_model
 from m3stack.models.minimax_m3.ranks import WHOLE
+from m3stack.rank_model import kernel_shape
 
 FORMS = ("bf16", "mxfp8")
 DECODE = ((1, 8192), (1, 131072), (1, 1048576), (8, 8192), (8, 131072), (64, 8192), (64, 131072))

@@ -233,10 +233,10 @@ def kernels(model: Path) -> Iterator[Finding]:
     try:
         import torch
 
-        from m3stack.assemble import kernel_shape
         from m3stack.kernels.build import KernelUnavailableError
         from m3stack.kernels.select import NAMES, build_kernels
         from m3stack.models.minimax_m3.config import M3Config
+        from m3stack.rank_model import kernel_shape
     except ImportError as error:
         yield Finding(State.NOTE, "kernels", f"cannot be looked at: {error}")
         return

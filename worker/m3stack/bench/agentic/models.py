@@ -10,7 +10,6 @@ from typing import Any, cast
 
 import torch
 
-from m3stack.assemble import kernel_shape
 from m3stack.bench.agentic.arms import Arm
 from m3stack.first_steps import with_layers
 from m3stack.kernels.interface import Kernels
@@ -19,6 +18,7 @@ from m3stack.layers import Place
 from m3stack.models.minimax_m3.config import M3Config
 from m3stack.models.minimax_m3.model import M3Model
 from m3stack.models.minimax_m3.random_weights import random_model
+from m3stack.rank_model import kernel_shape
 
 
 def truncated(config: M3Config, num_sparse: int) -> M3Config:

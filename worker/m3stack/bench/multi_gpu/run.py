@@ -11,7 +11,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from m3stack.assemble import kernel_shape
 from m3stack.bench.kernels.harness import measure_ceilings
 from m3stack.bench.multi_gpu import floors, report
 from m3stack.bench.multi_gpu.arms import Arm, arms_of
@@ -24,6 +23,7 @@ from m3stack.kernels.select import build_kernels
 from m3stack.layers import Place
 from m3stack.memory_plan import released_model_config
 from m3stack.models.minimax_m3.config import M3Config
+from m3stack.rank_model import kernel_shape
 
 REAL = Sizes(
     batches=(1, 8, 64),
