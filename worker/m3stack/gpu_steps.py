@@ -11,6 +11,7 @@ import torch
 from m3stack.cache.pool import KvPool, PageShape
 from m3stack.cache.tiered import TieredPages
 from m3stack.config import WorkerConfig
+from m3stack.device_metrics import DeviceCounts
 from m3stack.dry_run import run_largest_step
 from m3stack.engine.budget import SchedulerLimits
 from m3stack.engine.graphs import CudaRecorder, DecodeGraphs
@@ -21,7 +22,6 @@ from m3stack.first_steps import run_first_steps, sizes
 from m3stack.hardware import Hardware
 from m3stack.models.minimax_m3.model import M3Model
 from m3stack.pools import context_limit, page_shape
-from m3stack.telemetry import DeviceCounts
 
 if TYPE_CHECKING:
     from m3stack.kernels.msa.prefill.with_cuda import CudaPrefill
@@ -64,6 +64,7 @@ def device_counts(model: M3Model, pool: KvPool, forward: Forward) -> Callable[[]
             loaded = now.union_blocks - before.union_blocks
         return DeviceCounts(
             recorded_steps=None if graphs is None else graphs.num_replays,
+            recordings=None if graphs is None else graphs.num_recordings,
             recorded_bytes=None if graphs is None else graphs.num_bytes,
             asked_parts=sum(asked for asked, _ in parts) if parts else None,
             fetched_parts=sum(fetched for _, fetched in parts) if parts else None,

@@ -29,6 +29,7 @@ from m3stack.encode_only import assemble_encoder
 from m3stack.engine.engine import Engine
 from m3stack.errors import StartupError
 from m3stack.hardware import choose_hardware
+from m3stack.log_lines import set_up_logging
 from m3stack.models.minimax_m3.config import M3Config
 from m3stack.pools import context_limit
 from m3stack.progress import TransferProgress
@@ -38,7 +39,7 @@ from m3stack.rpc.server import ServiceParts, ServiceSettings, WorkerService
 from m3stack.rpc.sessions import SessionTable
 from m3stack.rpc.status import StatusBoard
 from m3stack.rpc.tls import server_credentials
-from m3stack.telemetry import WorkerMetrics, set_up_logging
+from m3stack.telemetry import WorkerMetrics
 from m3stack.transfers import Transfers
 from m3stack.types import Role, WorkerState
 from m3stack.vllm_names import VllmNames

@@ -1,19 +1,14 @@
-"""Logging set-up and the name of every worker metric."""
+"""The name of every metric that the host counts; `device_metrics` has those of the device."""
 
 from __future__ import annotations
 
-import logging
-import sys
-import time
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
-from typing import TextIO
+from collections.abc import Callable
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Metric
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
-from prometheus_client.registry import Collector
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
+from m3stack.device_metrics import DeviceCounts, DeviceNumbers
 from m3stack.errors import ErrorKind
+from m3stack.log_lines import set_up_logging as set_up_logging
 from m3stack.types import FinishReason, Load
 
 # one bucket edge at least every factor two where users compare numbers
@@ -41,64 +36,12 @@ _INTER_TOKEN_BUCKETS_S = (
 _STEP_BUCKETS_S = (0.001, 0.002, 0.004, 0.008, 0.016, 0.032, 0.064, 0.128, 0.256, 0.512, 1, 2, 5)
 _STEP_SEQUENCE_BUCKETS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 512)
 _STEP_TOKEN_BUCKETS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
+_VISION_PATCH_BUCKETS = (64, 256, 1024, 2048, 4096, 8192, 16384, 32768, 65536, 131072)
 
 OUTCOMES = (
     *(reason.name.lower() for reason in FinishReason),
     *(kind.name.lower() for kind in ErrorKind),
 )
-
-
-@dataclass(frozen=True, slots=True)
-class DeviceCounts:
-    """What is counted where steps run, since the start; None where there is nothing to count.
-
-    Attributes:
-        recorded_steps, recorded_bytes: replays of recorded steps, and what recordings hold.
-        asked_parts, fetched_parts: of pages with a home in host memory, those that attention
-            asked for, and those of them that had to come from there.
-        chosen_blocks, loaded_blocks: in prompts, blocks that tiles of rows chose, a row; and blocks
-            loaded for a tile, each once however many of its rows chose it.
-    """
-
-    recorded_steps: int | None = None
-    recorded_bytes: int | None = None
-    asked_parts: int | None = None
-    fetched_parts: int | None = None
-    chosen_blocks: int | None = None
-    loaded_blocks: int | None = None
-
-
-_DEVICE_COUNTERS = (
-    ("recorded_steps", "recorded_steps", "Decode steps replayed from recordings."),
-    ("asked_parts", "tier_asked_parts", "Parts of pages that attention asked a tiered cache for."),
-    ("fetched_parts", "tier_fetched_parts", "Those that had to come from host memory."),
-    ("chosen_blocks", "prefill_chosen_blocks", "Blocks that tiles of prompt rows chose, a row."),
-    ("loaded_blocks", "prefill_loaded_blocks", "Blocks loaded for tiles, once for all their rows."),
-)
-
-
-class _DeviceNumbers(Collector):
-    """Device counters, read when somebody asks for metrics: that waits for the steps under way."""
-
-    def __init__(self, read: Callable[[], DeviceCounts]) -> None:
-        self._read = read
-
-    def describe(self) -> Iterator[Metric]:
-        """Nothing: registering must not wait for the device."""
-        return iter(())
-
-    def collect(self) -> Iterator[Metric]:
-        counts = self._read()
-        for name, metric, text in _DEVICE_COUNTERS:
-            value: int | None = getattr(counts, name)
-            if value is not None:
-                yield CounterMetricFamily(f"m3stack_worker_{metric}", text, value=value)
-        if counts.recorded_bytes is not None:
-            yield GaugeMetricFamily(
-                "m3stack_worker_recorded_step_bytes",
-                "Device memory of recorded steps.",
-                value=counts.recorded_bytes,
-            )
 
 
 class WorkerMetrics:
@@ -132,7 +75,12 @@ class WorkerMetrics:
         )
         self._cached_tokens = Counter(
             "m3stack_worker_cached_prompt_tokens",
-            "Prompt tokens of started requests that were found in the prefix cache.",
+            "Prompt tokens of started requests that the prefix cache had: its hits.",
+            registry=reg,
+        )
+        self._uncached_tokens = Counter(
+            "m3stack_worker_uncached_prompt_tokens",
+            "Prompt tokens of started requests that it had not, and that are computed: its misses.",
             registry=reg,
         )
         self._host_tokens = Counter(
@@ -285,6 +233,18 @@ class WorkerMetrics:
             "Stills and segments of clips encoded.",
             registry=reg,
         )
+        self._vision_parts = Histogram(
+            "m3stack_worker_vision_batch_parts",
+            "Stills and segments of clips that a step encoded, of steps that encoded any.",
+            buckets=_STEP_SEQUENCE_BUCKETS,
+            registry=reg,
+        )
+        self._vision_patches = Histogram(
+            "m3stack_worker_vision_batch_patches",
+            "Patches that a step encoded, of steps that encoded any.",
+            buckets=_VISION_PATCH_BUCKETS,
+            registry=reg,
+        )
         self._held = Counter(
             "m3stack_worker_held_media_items",
             "Media items whose features were held when a request named them.",
@@ -296,7 +256,7 @@ class WorkerMetrics:
 
     def watch_device(self, read: Callable[[], DeviceCounts]) -> None:
         """Shows what is counted on the device; `read` is called by whoever asks for metrics."""
-        self.registry.register(_DeviceNumbers(read))
+        self.registry.register(DeviceNumbers(read))
 
     def request_started(
         self, queue_s: float, *, prompt_tokens: int, cached_tokens: int, host_tokens: int
@@ -304,6 +264,7 @@ class WorkerMetrics:
         self._queue.observe(queue_s)
         self._prompt_tokens.inc(prompt_tokens)
         self._cached_tokens.inc(cached_tokens)
+        self._uncached_tokens.inc(prompt_tokens - cached_tokens)
         self._host_tokens.inc(host_tokens)
 
     def request_ended(self, outcome: str) -> None:
@@ -341,9 +302,11 @@ class WorkerMetrics:
         if count:
             self._preemptions.inc(count)
 
-    def media_encoded(self, count: int) -> None:
-        if count:
-            self._encoded.inc(count)
+    def media_encoded(self, *, num_parts: int, num_patches: int) -> None:
+        """A step has encoded media."""
+        self._encoded.inc(num_parts)
+        self._vision_parts.observe(num_parts)
+        self._vision_patches.observe(num_patches)
 
     def constraint_waited(self, seconds: float) -> None:
         self._constraint.observe(seconds)
@@ -365,32 +328,3 @@ class WorkerMetrics:
 
     def set_media_bytes(self, num_bytes: int) -> None:
         self._media_bytes.set(num_bytes)
-
-
-class _LineFormatter(logging.Formatter):
-    """`time level logger message`, UTC, one line, then the traceback if there is one."""
-
-    converter = time.gmtime
-
-    def __init__(self) -> None:
-        super().__init__(
-            fmt="%(asctime)s.%(msecs)03dZ %(levelname)s %(name)s %(message)s",
-            datefmt="%Y-%m-%dT%H:%M:%S",
-        )
-
-
-def set_up_logging(level: str, stream: TextIO = sys.stderr) -> None:
-    """Sends everything the package logs at `level` or above to `stream`.
-
-    Args:
-        level: debug, info, warn or error.
-        stream: where lines go.
-    """
-    logger = logging.getLogger("m3stack")
-    for handler in list(logger.handlers):
-        logger.removeHandler(handler)
-    handler = logging.StreamHandler(stream)
-    handler.setFormatter(_LineFormatter())
-    logger.addHandler(handler)
-    logger.setLevel({"warn": "WARNING"}.get(level, level.upper()))
-    logger.propagate = False

@@ -129,6 +129,11 @@ class DecodeGraphs:
         self.num_bytes = 0
         self.num_replays = 0
 
+    @property
+    def num_recordings(self) -> int:
+        """Kinds of step that were recorded."""
+        return len(self._recorded)
+
     def __call__(self, batch: DeviceBatch, caches: LayerCache) -> Tensor:
         assert caches is self._caches
         kind = self._kind(batch)

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from m3stack.cache.host import CopyDirection
 from m3stack.engine.account import Account, AccountBook, Entry, Phase, Totals
 from m3stack.engine.pace import is_prompt
-from m3stack.engine.plan import StepPlan
+from m3stack.engine.plan import EncodeItem, StepPlan
 from m3stack.engine.sequence import Sequence
 from m3stack.telemetry import WorkerMetrics
 from m3stack.types import Event, Failed, Finished, Started, Tokens
@@ -142,7 +142,11 @@ class Observer:
         for encode in plan.encodes:
             note = f"parts {encode.first_part} to {encode.first_part + encode.num_parts - 1}"
             self._add(encode.handle, Phase.ENCODE, times, Totals(1, duration_s, num_tokens), note)
-        metrics.media_encoded(sum(encode.num_parts for encode in plan.encodes))
+        if plan.encodes:
+            metrics.media_encoded(
+                num_parts=sum(encode.num_parts for encode in plan.encodes),
+                num_patches=sum(map(self._num_patches, plan.encodes)),
+            )
         for row in prompts:
             tokens = row.end - row.start
             self._add(
@@ -206,6 +210,16 @@ class Observer:
         if account.outcome == "running":
             account.close(self._clock(), self._totals)
         return account
+
+    def _num_patches(self, encode: EncodeItem) -> int:
+        """Patches of what a step encodes; 0 if its request has ended meanwhile."""
+        watched = self._watched.get(encode.handle)
+        media = () if watched is None else watched.sequence.media
+        for item in media:
+            if item.key == encode.key:
+                end = encode.first_part + encode.num_parts
+                return sum(item.part_patches[encode.first_part : end])
+        return 0
 
     def _add(
         self,
