@@ -2,14 +2,23 @@
 
 from __future__ import annotations
 
+import logging
+import weakref
+
 import pytest
 import torch
 
+from m3stack.batch import DeviceBatch, LayerCache
 from m3stack.cache.pool import PageShape
 from m3stack.checkpoints import builtin_checkpoint
+from m3stack.config import WorkerConfig
 from m3stack.dry_run import STAND_IN_PAGES
-from m3stack.first_steps import StepSize, one_of_each_kind, run_first_steps, sizes, step_of
+from m3stack.engine.budget import SchedulerLimits
+from m3stack.errors import LoadingStoppedError
+from m3stack.first_steps import Bounds, StepSize, one_of_each_kind, run_first_steps, sizes, step_of
+from m3stack.gpu_steps import run_ahead
 from m3stack.models.minimax_m3.model import M3Model
+from m3stack.parallel import Alone
 from tests.worker.support import load, make_cache
 
 
@@ -46,9 +55,9 @@ def test_sizes_stay_within_what_a_worker_may_run(tokens: int, sequences: int, co
     assert any(size.rows == (min(tokens, context),) for size in found)
 
 
-def test_time_is_bounded_and_what_was_run_is_counted(model: M3Model) -> None:
+def shape_of(model: M3Model) -> PageShape:
     config = model.config
-    shape = PageShape(
+    return PageShape(
         config.sparse_layers,
         config.num_kv_heads,
         config.head_dim,
@@ -56,10 +65,73 @@ def test_time_is_bounded_and_what_was_run_is_counted(model: M3Model) -> None:
         config.block_tokens,
         torch.float32,
     )
-    wanted = [StepSize((n,), 10) for n in range(1, 6)]
+
+
+WANTED = [StepSize((n,), 10) for n in range(1, 6)]
+
+
+def test_time_is_bounded_and_what_was_run_is_counted(model: M3Model) -> None:
     now = iter(range(0, 100, 10))
-    assert run_first_steps(model, shape, wanted, budget_s=1000.0) == 5
-    assert run_first_steps(model, shape, wanted, budget_s=25.0, clock=lambda: next(now)) == 2
+    assert run_first_steps(model, shape_of(model), WANTED, Bounds(1000.0)) == 5
+    assert run_first_steps(model, shape_of(model), WANTED, Bounds(25.0, clock=now.__next__)) == 2
+
+
+def test_a_worker_that_is_told_to_stop_begins_no_further_size(model: M3Model) -> None:
+    asked: list[bool] = []
+    checks: list[int] = []
+
+    def check() -> None:
+        checks.append(len(checks))
+        if len(checks) > 2:
+            raise LoadingStoppedError
+
+    def agree(goes_on: bool) -> bool:
+        asked.append(goes_on)
+        return goes_on
+
+    with pytest.raises(LoadingStoppedError):
+        run_first_steps(model, shape_of(model), WANTED, Bounds(1000.0, check, agree))
+    # the other ranks hear of it before they would wait in a collective
+    assert asked == [True, True, False]
+
+
+def test_ranks_end_with_the_leading_one(model: M3Model) -> None:
+    words = iter([True, True, True, False])
+    bounds = Bounds(0.0, agree=lambda goes_on: next(words))
+    assert run_first_steps(model, shape_of(model), WANTED, bounds) == 3
+
+
+@pytest.mark.parametrize("failure", [torch.OutOfMemoryError, ValueError])
+def test_a_failed_step_leaves_nothing_with_the_allocator(
+    model: M3Model, failure: type[Exception], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    left: list[weakref.ref[torch.Tensor]] = []
+    emptied: list[bool] = []
+
+    def forward(self: M3Model, batch: DeviceBatch, caches: LayerCache) -> torch.Tensor:
+        activations = torch.zeros(8)
+        left.append(weakref.ref(activations))
+        raise failure("too much")
+
+    monkeypatch.setattr(M3Model, "forward", forward)
+    # the test's own handler keeps what is logged, and the failure with it
+    monkeypatch.setattr(logging.getLogger("m3stack.gpu_steps"), "disabled", True)
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: emptied.append(left[0]() is None))
+    config = WorkerConfig(first_steps_s=100.0)
+    run_ahead(config, model, SchedulerLimits(64, 4, 64))
+    assert emptied == [True], "memory was still held, or never given back"
+    alone = Alone()
+    alone.size = 2
+    with pytest.raises(failure):
+        run_ahead(config, model, SchedulerLimits(64, 4, 64), mesh=alone)
+
+
+def test_without_a_word_a_cpu_runs_no_first_steps(model: M3Model) -> None:
+    def check() -> None:
+        raise AssertionError("a step was about to be run")
+
+    run_ahead(WorkerConfig(), model, SchedulerLimits(64, 4, 64), check=check)
+    run_ahead(WorkerConfig(first_steps_s=0.0), model, SchedulerLimits(64, 4, 64), check=check)
 
 
 def test_one_layer_of_each_kind_stands_for_all(model: M3Model) -> None:

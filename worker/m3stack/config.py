@@ -21,6 +21,7 @@ from m3stack.setting_checks import (
     at_least,
     device,
     drain,
+    first_steps,
     fraction,
     one_of,
     seconds,
@@ -218,11 +219,11 @@ class WorkerConfig:
         at_least(-1),
     )
     first_steps_s: float = _setting(
-        120.0,
-        "on a GPU with one rank: seconds that a worker may spend, before it is ready, on steps of "
-        "all sizes, so that no request waits for a kernel to be compiled; far less where kernels "
-        "were compiled before; 0: none",
-        drain,
+        -1.0,
+        "seconds that a worker may spend, before it is ready, on steps of all sizes, so that no "
+        "request waits for a kernel to be compiled; far less where kernels were compiled before; "
+        "0: none; -1: 120 on a GPU, 0 on a CPU",
+        first_steps,
     )
     max_sequences: int = _setting(64, "requests that run at once", at_least(1))
     max_sequences_per_tenant: int = _setting(

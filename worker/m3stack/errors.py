@@ -47,5 +47,9 @@ class WorkerError(Exception):
         self.param = param
 
 
+class LoadingStoppedError(Exception):
+    """The worker was told to stop before it was ready."""
+
+
 class StartupError(Exception):
     """The worker cannot start: a bad setting, checkpoint or back end. Says what to do next."""

@@ -119,25 +119,42 @@ def step_of(model: M3Model, size: StepSize, num_pages: int) -> DeviceBatch:
     )
 
 
+@dataclass(frozen=True, slots=True)
+class Bounds:
+    """When steps are not to be gone on with; asked before each of them.
+
+    Attributes:
+        budget_s: after that long no further size is begun.
+        check: may raise to end them.
+        agree: gives every rank the leading one's word on whether to go on; ranks run the same
+            sizes, since their steps meet in collectives.
+        clock: seconds, monotonic.
+    """
+
+    budget_s: float = BUDGET_S
+    check: Callable[[], None] = lambda: None
+    agree: Callable[[bool], bool] = lambda goes_on: goes_on
+    clock: Callable[[], float] = time.monotonic
+
+
 @torch.inference_mode()
 def run_first_steps(
-    model: M3Model,
-    shape: PageShape,
-    wanted: Sequence[StepSize],
-    *,
-    budget_s: float = BUDGET_S,
-    clock: Callable[[], float] = time.monotonic,
+    model: M3Model, shape: PageShape, wanted: Sequence[StepSize], bounds: Bounds | None = None
 ) -> int:
     """Runs one step of each size through a layer of each kind, over pages that are given back.
 
     Args:
         shape: of the whole model's pages.
-        budget_s: after that long no further size is begun.
+
+    What they took of the device's memory is free again, and held by the allocator.
 
     Returns:
         How many were run.
     """
+    bounds = bounds or Bounds()
+    clock = bounds.clock
     device, began_at, count = model.embedding.device, clock(), 0
+    _log.info("first_steps_begun sizes=%d budget_s=%g", len(wanted), bounds.budget_s)
     model = one_of_each_kind(model)
     shape = replace(shape, sparse_layers=model.config.sparse_layers)
     pool = KvPool(shape, STAND_IN_PAGES, device)
@@ -146,16 +163,18 @@ def run_first_steps(
             if tensor is not None:
                 tensor.zero_()
     for size in wanted:
-        if clock() - began_at > budget_s:
+        try:
+            bounds.check()
+        except BaseException:
+            bounds.agree(False)
+            raise
+        if not bounds.agree(clock() - began_at <= bounds.budget_s):
             break
         model(step_of(model, size, STAND_IN_PAGES), pool.layers)
         if device.type == "cuda":
             # a size that does not fit is to be seen here
             torch.cuda.synchronize(device)
         count += 1
-    del pool
-    if device.type == "cuda":
-        torch.cuda.empty_cache()
     seconds = clock() - began_at
     _log.info("first_steps sizes=%d of=%d seconds=%.1f", count, len(wanted), seconds)
     return count

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 from collections.abc import Callable
 from typing import TYPE_CHECKING
@@ -17,10 +18,11 @@ from m3stack.engine.budget import SchedulerLimits
 from m3stack.engine.graphs import CudaRecorder, DecodeGraphs
 from m3stack.engine.pace import Pace, PaceLimits
 from m3stack.engine.runner import Forward
-from m3stack.errors import StartupError
-from m3stack.first_steps import run_first_steps, sizes
+from m3stack.errors import LoadingStoppedError, StartupError
+from m3stack.first_steps import Bounds, run_first_steps, sizes
 from m3stack.hardware import Hardware
 from m3stack.models.minimax_m3.model import M3Model
+from m3stack.parallel import ALONE, Mesh
 from m3stack.pools import context_limit, page_shape
 
 if TYPE_CHECKING:
@@ -30,6 +32,7 @@ _log = logging.getLogger(__name__)
 
 GPU_GRAPH_BYTES = 2 << 30
 GPU_SLOWDOWN = 1.8
+GPU_FIRST_STEPS_S = 120.0
 
 
 def pace_of(config: WorkerConfig, device: torch.device) -> Pace | None:
@@ -126,26 +129,54 @@ def _copies_of_many(shape: PageShape, context_tokens: int) -> int:
     return pages * shape.page_tokens * row_bytes
 
 
-def run_ahead(config: WorkerConfig, model: M3Model, limits: SchedulerLimits) -> None:
-    """Has everything compiled that steps need, where that happens at first use."""
+def run_ahead(
+    config: WorkerConfig,
+    model: M3Model,
+    limits: SchedulerLimits,
+    *,
+    mesh: Mesh = ALONE,
+    agree: Callable[[bool], bool] = lambda goes_on: goes_on,
+    check: Callable[[], None] = lambda: None,
+) -> None:
+    """Has everything compiled that steps need, where that happens at first use.
+
+    Args:
+        mesh: all ranks; each of them calls this, and runs the same steps.
+        agree, check: see `first_steps.Bounds`.
+
+    Raises:
+        Exception: a step failed on one of several ranks, which are out of step from then on.
+    """
     device = model.embedding.device
-    if device.type != "cuda" or not config.first_steps_s:
+    budget_s = config.first_steps_s
+    if budget_s < 0:
+        budget_s = GPU_FIRST_STEPS_S if device.type == "cuda" else 0.0
+    if not budget_s:
         return
     wanted = sizes(
         max_tokens=limits.max_batch_tokens,
         max_sequences=limits.max_sequences,
         context_tokens=context_limit(config, model.config),
     )
-    shape = page_shape(config, model.config, Hardware(device, model.embedding.dtype))
+    shape = page_shape(config, model.config, Hardware(device, model.embedding.dtype), mesh.rank)
+    bounds = Bounds(budget_s, check, agree)
     try:
-        run_first_steps(model, shape, list(wanted), budget_s=config.first_steps_s)
+        run_first_steps(model, shape, list(wanted), bounds)
     except torch.OutOfMemoryError as error:
+        if mesh.size > 1:
+            raise
         # the largest step was sized for; a mixture of sizes that does not fit is none of it
         _log.warning("first_steps_ended reason=%s", error)
-    except torch.AcceleratorError:
+    except (torch.AcceleratorError, LoadingStoppedError):
         raise
-    except Exception:  # noqa: BLE001 - a size that no request may ever have must not keep it down
+    except Exception:
+        if mesh.size > 1:
+            raise
         _log.exception("first_steps_failed")
+    finally:
+        # behind a failure, whose traceback has held what the step had until here
+        gc.collect()
+        torch.cuda.empty_cache()
 
 
 def _graph_bytes(config: WorkerConfig) -> int:

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from datetime import timedelta
 from typing import Protocol
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+
+# longest that one rank may load after another one has
+LOADING = timedelta(hours=2)
 
 
 class Mesh(Protocol):
@@ -48,6 +52,31 @@ class Alone:
 
 
 ALONE = Alone()
+
+
+class LeadersWord:
+    """What rank 0 decides, on every rank.
+
+    Args:
+        group: of all ranks, over gloo.
+    """
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self._group = group
+
+    def await_all(self) -> None:
+        """Returns on every rank once all of them have come here, which may take as long as loading.
+
+        Raises:
+            RuntimeError: one of them is gone.
+        """
+        dist.monitored_barrier(self._group, timeout=LOADING)
+
+    def goes_on(self, own: bool) -> bool:
+        """Whether the leading rank goes on; `own` counts on that rank alone."""
+        word_1 = torch.tensor([own])
+        dist.broadcast(word_1, group=self._group, group_src=0)
+        return bool(word_1.item())
 
 
 class ProcessMesh:

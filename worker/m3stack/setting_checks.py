@@ -33,6 +33,11 @@ def drain(value: float) -> str | None:
     return None if 0 <= value < math.inf else "a finite number, 0 or more"
 
 
+def first_steps(value: float) -> str | None:
+    is_good = value == -1 or 0 <= value < math.inf
+    return None if is_good else "-1 or a finite number, 0 or more"
+
+
 def slowdown(value: float) -> str | None:
     is_good = value in (-1, 0) or 1 < value < math.inf
     return None if is_good else "-1, 0 or a number above 1"
