@@ -22,62 +22,55 @@ fn the_built_in_checkpoint_opens_with_the_fast_engine() {
 }
 
 /// A copy of the built-in checkpoint's small files, with some of them changed.
-struct Checkpoint(PathBuf);
+struct Checkpoint(tempfile::TempDir);
 
 impl Checkpoint {
-    fn new(name: &str) -> Self {
-        let dir = std::env::temp_dir().join(format!("m3stack-{name}-{}", std::process::id()));
-        std::fs::create_dir_all(&dir).unwrap();
+    fn new() -> Self {
+        let dir = tempfile::tempdir().unwrap();
         for file in std::fs::read_dir(tiny_dir()).unwrap() {
             let file = file.unwrap();
             if file.file_name() != "model.safetensors" {
-                std::fs::copy(file.path(), dir.join(file.file_name())).unwrap();
+                std::fs::copy(file.path(), dir.path().join(file.file_name())).unwrap();
             }
         }
         Self(dir)
     }
 
     fn edit(&self, file: &str, from: &str, to: &str) {
-        let path = self.0.join(file);
+        let path = self.0.path().join(file);
         let text = std::fs::read_to_string(&path).unwrap();
         assert!(text.contains(from), "{file} has no {from}");
         std::fs::write(&path, text.replacen(from, to, 1)).unwrap();
     }
 
     fn remove(&self, file: &str) {
-        std::fs::remove_file(self.0.join(file)).unwrap();
+        std::fs::remove_file(self.0.path().join(file)).unwrap();
     }
 
     fn refusal(&self) -> String {
-        match open(&self.0, OPTIONS) {
+        match open(self.0.path(), OPTIONS) {
             Ok(_) => panic!("opened"),
             Err(error) => error.to_string(),
         }
     }
 }
 
-impl Drop for Checkpoint {
-    fn drop(&mut self) {
-        let _ = std::fs::remove_dir_all(&self.0);
-    }
-}
-
 #[test]
 fn missing_files_are_named() {
     for file in ["config.json", "tokenizer.json", "chat_template.jinja"] {
-        let checkpoint = Checkpoint::new(&format!("missing-{file}"));
+        let checkpoint = Checkpoint::new();
         checkpoint.remove(file);
         let message = checkpoint.refusal();
         assert!(message.ends_with(&format!("{file} is missing")), "{message}");
     }
     // the others have defaults
-    let checkpoint = Checkpoint::new("optional");
+    let checkpoint = Checkpoint::new();
     for file in
         ["generation_config.json", "preprocessor_config.json", "video_preprocessor_config.json"]
     {
         checkpoint.remove(file);
     }
-    let model = open(&checkpoint.0, OPTIONS).unwrap();
+    let model = open(checkpoint.0.path(), OPTIONS).unwrap();
     assert_eq!(model.spec.facts(), tiny_model().spec.facts());
     let defaults = &model.defaults;
     assert_eq!((defaults.temperature, defaults.top_p, defaults.top_k), (1.0, 0.95, 40));
@@ -128,7 +121,7 @@ fn contradictions_and_wrong_values_are_named() {
         ("tokenizer.json", "<mm:think>", "<think-mm>", ["<mm:think>", "missing"]),
         ("chat_template.jinja", "{%- set", "{%- st", ["chat_template.jinja", "cannot be read"]),
     ] {
-        let checkpoint = Checkpoint::new("contradiction");
+        let checkpoint = Checkpoint::new();
         checkpoint.edit(file, from, to);
         if file == "tokenizer.json" {
             checkpoint.edit("tokenizer_config.json", from, to);
@@ -142,14 +135,14 @@ fn contradictions_and_wrong_values_are_named() {
 
 #[test]
 fn added_tokens_of_the_second_file_count_too_and_must_agree() {
-    let checkpoint = Checkpoint::new("added");
-    let path = checkpoint.0.join("tokenizer.json");
+    let checkpoint = Checkpoint::new();
+    let path = checkpoint.0.path().join("tokenizer.json");
     let mut tokenizer: serde_json::Value =
         serde_json::from_slice(&std::fs::read(&path).unwrap()).unwrap();
     let listed = tokenizer["added_tokens"].as_array_mut().unwrap();
     listed.retain(|token| token["content"] != "<mm:think>");
     std::fs::write(&path, serde_json::to_vec(&tokenizer).unwrap()).unwrap();
-    let model = open(&checkpoint.0, OPTIONS).unwrap();
+    let model = open(checkpoint.0.path(), OPTIONS).unwrap();
     let ids = model.prompt_builder.encode_text("<mm:think>", false).unwrap();
     let id = tiny_model().prompt_builder.tokenizer().added().by_content("<mm:think>").unwrap().id;
     assert_eq!(ids, [id]);
@@ -160,9 +153,9 @@ fn added_tokens_of_the_second_file_count_too_and_must_agree() {
 
 #[test]
 fn the_template_may_stand_in_the_tokenizers_file() {
-    let checkpoint = Checkpoint::new("inline");
+    let checkpoint = Checkpoint::new();
     checkpoint.remove("chat_template.jinja");
-    let path = checkpoint.0.join("tokenizer_config.json");
+    let path = checkpoint.0.path().join("tokenizer_config.json");
     let mut config: serde_json::Value =
         serde_json::from_slice(&std::fs::read(&path).unwrap()).unwrap();
     for template in [
@@ -171,7 +164,7 @@ fn the_template_may_stand_in_the_tokenizers_file() {
     ] {
         config["chat_template"] = template;
         std::fs::write(&path, serde_json::to_vec(&config).unwrap()).unwrap();
-        assert_eq!(ModelFiles::read(&checkpoint.0).unwrap().chat_template, "inline");
+        assert_eq!(ModelFiles::read(checkpoint.0.path()).unwrap().chat_template, "inline");
     }
 }
 

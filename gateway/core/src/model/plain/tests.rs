@@ -6,11 +6,9 @@ use crate::openai::RequestBody;
 use crate::output::{EngineStop, MessageFolder, ReasoningField, ReplyFolder};
 
 fn plain_model() -> Model {
-    let dir = std::env::temp_dir().join(format!("m3stack-plain-{}", std::process::id()));
-    write_checkpoint(&dir).unwrap();
-    let model = open(&dir, OPTIONS).unwrap_or_else(|error| panic!("{error}"));
-    std::fs::remove_dir_all(&dir).unwrap();
-    model
+    let dir = tempfile::tempdir().unwrap();
+    write_checkpoint(dir.path()).unwrap();
+    open(dir.path(), OPTIONS).unwrap_or_else(|error| panic!("{error}"))
 }
 
 #[test]
