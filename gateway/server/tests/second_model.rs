@@ -6,7 +6,6 @@
 
 mod support;
 
-use std::path::PathBuf;
 use std::sync::Arc;
 
 use gateway_core::checkpoint::{Model, OpenOptions, with_spec};
@@ -154,19 +153,17 @@ impl OutputParser for Shouting {
 }
 
 /// The tiny tokenizer with this model's own template.
-fn toy_files() -> (PathBuf, ModelFiles) {
-    let directory = std::env::temp_dir().join(format!("m3stack-toy-{}", std::process::id()));
-    std::fs::create_dir_all(&directory).unwrap();
+fn toy_files() -> ModelFiles {
+    let directory = tempfile::tempdir().unwrap();
     for name in ["config.json", "tokenizer.json", "tokenizer_config.json"] {
-        std::fs::copy(support::checkpoint().join(name), directory.join(name)).unwrap();
+        std::fs::copy(support::checkpoint().join(name), directory.path().join(name)).unwrap();
     }
-    std::fs::write(directory.join("chat_template.jinja"), TEMPLATE).unwrap();
-    let files = ModelFiles::read(&directory).unwrap();
-    (directory, files)
+    std::fs::write(directory.path().join("chat_template.jinja"), TEMPLATE).unwrap();
+    ModelFiles::read(directory.path()).unwrap()
 }
 
 fn toy() -> Model {
-    let (directory, files) = toy_files();
+    let files = toy_files();
     let id_of = |content: &str| files.added_token(content).unwrap().id;
     let facts = ModelFacts {
         model_type: "toy".into(),
@@ -189,9 +186,7 @@ fn toy() -> Model {
     let spec = Arc::new(Toy { stops: [facts.eos_token_id], facts, defaults });
     let options =
         OpenOptions { engine: EngineChoice::Reference, clock: gateway_server::app::unix_now };
-    let model = with_spec(&files, spec, options).unwrap();
-    let _ = std::fs::remove_dir_all(directory);
-    model
+    with_spec(&files, spec, options).unwrap()
 }
 
 async fn setup() -> (FakeWorker, Gateway) {

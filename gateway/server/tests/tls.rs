@@ -19,27 +19,19 @@ fn pem(name: &str) -> Vec<u8> {
 }
 
 /// A directory laid out like a Kubernetes TLS secret; removes itself.
-struct Secret(PathBuf);
+struct Secret(tempfile::TempDir);
 
 impl Secret {
-    fn new(name: &str, files: &[(&str, &str)]) -> Self {
-        let path = std::env::temp_dir().join(format!("m3stack-{name}-{}", std::process::id()));
-        let _ = std::fs::remove_dir_all(&path);
-        std::fs::create_dir(&path).unwrap();
+    fn new(files: &[(&str, &str)]) -> Self {
+        let folder = tempfile::tempdir().unwrap();
         for (target, source) in files {
-            std::fs::write(path.join(target), pem(source)).unwrap();
+            std::fs::write(folder.path().join(target), pem(source)).unwrap();
         }
-        Self(path)
+        Self(folder)
     }
 
     fn path(&self) -> &str {
-        self.0.to_str().unwrap()
-    }
-}
-
-impl Drop for Secret {
-    fn drop(&mut self) {
-        let _ = std::fs::remove_dir_all(&self.0);
+        self.0.path().to_str().unwrap()
     }
 }
 
@@ -59,7 +51,7 @@ fn client(with_certificate: bool) -> reqwest::Client {
 #[tokio::test]
 async fn clients_are_served_by_tls_and_not_without() {
     let files = [("tls.crt", "server.crt"), ("tls.key", "server.key")];
-    let secret = Secret::new("https", &files);
+    let secret = Secret::new(&files);
     let worker = worker();
     worker.set_acts(saying("safe and sound"));
     let gateway = Gateway::start(&[&worker], &["--tls-dir", secret.path()]).await;
@@ -76,7 +68,7 @@ async fn clients_are_served_by_tls_and_not_without() {
 #[tokio::test]
 async fn with_an_authority_only_clients_it_has_signed_are_served() {
     let files = [("tls.crt", "server.crt"), ("tls.key", "server.key"), ("ca.crt", "ca.crt")];
-    let secret = Secret::new("mtls", &files);
+    let secret = Secret::new(&files);
     let flags = ["--tls-dir", secret.path()];
     let gateway = Gateway::start_before(&["127.0.0.1:1".into()], &flags).await;
     let health = format!("{}/health", gateway.url.replace("http://", "https://"));
@@ -86,10 +78,8 @@ async fn with_an_authority_only_clients_it_has_signed_are_served() {
 
 #[tokio::test]
 async fn workers_are_spoken_to_by_tls_and_shown_a_certificate() {
-    let secret = Secret::new(
-        "worker",
-        &[("ca.crt", "ca.crt"), ("tls.crt", "client.crt"), ("tls.key", "client.key")],
-    );
+    let secret =
+        Secret::new(&[("ca.crt", "ca.crt"), ("tls.crt", "client.crt"), ("tls.key", "client.key")]);
     let model = support::model();
     let facts = model.spec.facts();
     let tls = ServerTlsConfig::new()
@@ -106,7 +96,7 @@ async fn workers_are_spoken_to_by_tls_and_shown_a_certificate() {
     assert_eq!(gateway.chat(json!({})).await.status, 200);
 
     // without a certificate of its own it is not let in, and says so
-    let bare = Secret::new("worker-bare", &[("ca.crt", "ca.crt")]);
+    let bare = Secret::new(&[("ca.crt", "ca.crt")]);
     let gateway = Gateway::start_before(&[address], &["--worker-tls-dir", bare.path()]).await;
     let app: Arc<App> = Arc::clone(&gateway.app);
     eventually("it is turned away", move || {
@@ -119,17 +109,17 @@ async fn workers_are_spoken_to_by_tls_and_shown_a_certificate() {
 
 #[test]
 fn a_directory_that_cannot_be_used_is_named_with_the_file_and_without_what_it_holds() {
-    let nothing = Secret::new("empty", &[]);
+    let nothing = Secret::new(&[]);
     let message = ServerTls::open(Path::new(nothing.path())).unwrap_err();
     assert!(message.contains("tls.crt"), "{message}");
     let message = worker_tls(Path::new(nothing.path())).unwrap_err();
     assert!(message.contains("ca.crt"), "{message}");
 
-    let mixed = Secret::new("mixed", &[("tls.crt", "server.crt"), ("tls.key", "client.key")]);
+    let mixed = Secret::new(&[("tls.crt", "server.crt"), ("tls.key", "client.key")]);
     let message = ServerTls::open(Path::new(mixed.path())).unwrap_err();
     assert!(message.contains("key"), "{message}");
 
-    let swapped = Secret::new("swapped", &[("tls.crt", "server.key"), ("tls.key", "server.crt")]);
+    let swapped = Secret::new(&[("tls.crt", "server.key"), ("tls.key", "server.crt")]);
     let message = ServerTls::open(Path::new(swapped.path())).unwrap_err();
     assert!(message.contains("tls.crt") && !message.contains("BEGIN"), "{message}");
 }

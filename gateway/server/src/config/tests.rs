@@ -9,38 +9,11 @@ fn config_of(flags: &[&str]) -> Result<GatewayConfig, ConfigError> {
     GatewayConfig::from_arguments(all.copied())
 }
 
-fn file_with(text: &str) -> tempfile_path::TempPath {
-    tempfile_path::TempPath::new(text)
-}
-
-/// A config file that removes itself.
-mod tempfile_path {
-    use std::path::PathBuf;
-    use std::sync::atomic::{AtomicU32, Ordering};
-
-    static NEXT: AtomicU32 = AtomicU32::new(0);
-
-    pub struct TempPath(pub PathBuf);
-
-    impl TempPath {
-        pub fn new(text: &str) -> Self {
-            let number = NEXT.fetch_add(1, Ordering::Relaxed);
-            let name = format!("m3stack-config-{}-{number}.toml", std::process::id());
-            let path = std::env::temp_dir().join(name);
-            std::fs::write(&path, text).unwrap();
-            Self(path)
-        }
-
-        pub fn text(&self) -> &str {
-            self.0.to_str().unwrap()
-        }
-    }
-
-    impl Drop for TempPath {
-        fn drop(&mut self) {
-            let _ = std::fs::remove_file(&self.0);
-        }
-    }
+/// A config file that goes away with its holder.
+fn file_with(text: &str) -> tempfile::TempPath {
+    let file = tempfile::Builder::new().suffix(".toml").tempfile().unwrap();
+    std::fs::write(file.path(), text).unwrap();
+    file.into_temp_path()
 }
 
 #[test]
@@ -62,7 +35,8 @@ fn a_flag_wins_over_the_file_and_the_file_over_the_default() {
          [worker]\nanything = 1\n",
     );
 
-    let config = config_of(&["--config", file.text(), "--listen", "127.0.0.1:9002"]).unwrap();
+    let config =
+        config_of(&["--config", file.to_str().unwrap(), "--listen", "127.0.0.1:9002"]).unwrap();
 
     assert_eq!(config.listen, "127.0.0.1:9002");
     assert_eq!(config.served_model_name, "from-file");
@@ -73,7 +47,7 @@ fn a_flag_wins_over_the_file_and_the_file_over_the_default() {
 fn an_unknown_key_is_refused_by_name_and_position() {
     for text in ["[gateway]\nlisten_on = \"x:1\"\n", "[shared]\nmodel = \"x\"\n", "[gatway]\n"] {
         let file = file_with(text);
-        let message = config_of(&["--config", file.text()]).unwrap_err().to_string();
+        let message = config_of(&["--config", file.to_str().unwrap()]).unwrap_err().to_string();
         let key = text.trim_start_matches("[gateway]\n").trim_start_matches("[shared]\n");
         let key = key.trim_matches(['[', ']', '\n']).split(' ').next().unwrap();
         assert!(message.contains(key) && message.contains("line"), "{message}");
@@ -183,7 +157,8 @@ fn an_address_that_others_reach_needs_keys_or_the_word_that_it_does_not() {
 #[test]
 fn a_setting_without_a_flag_stands_in_set_the_environment_or_the_file() {
     let file = file_with("[gateway]\nmedia_threads = 3\nworker_stall_s = 7\n");
-    let flags = ["--config", file.text(), "--set", "media_threads=5", "--set", "slow_start_s=0"];
+    let flags =
+        ["--config", file.to_str().unwrap(), "--set", "media_threads=5", "--set", "slow_start_s=0"];
     let config = config_of(&flags).unwrap();
     assert_eq!(config.media.threads, 5);
     assert_eq!((config.routing.stall_s, config.routing.slow_start_s), (7.0, 0.0));
