@@ -12,7 +12,6 @@ from __future__ import annotations
 import io
 import random
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -23,6 +22,7 @@ import openai
 from PIL import Image
 
 from m3stack.eval.media_files import data_url, mp4
+from m3stack.local_ports import free_port
 from m3stack.train import pictures
 
 READY_TIMEOUT_S = 120.0
@@ -135,9 +135,7 @@ def converse(url: str) -> bool:
 
 
 def main() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = free_port()
     url = f"http://127.0.0.1:{port}"
     command = [sys.executable, "-m", "m3stack", "up", "--port", str(port)]
     server = subprocess.Popen([*command, "--served-model-name", "m3-tiny"])

@@ -30,7 +30,7 @@ def test_the_gateway_knows_every_key_of_the_example() -> None:
         [sys.executable, "-m", "m3stack", "gateway", "--config", str(EXAMPLE)],
         capture_output=True,
         text=True,
-        timeout=30,
+        timeout=100,
     )
     assert done.returncode != 0
     assert "/models/MiniMax-M3" in done.stderr

@@ -16,11 +16,11 @@ from typing import Any
 import httpx
 import pytest
 
+from m3stack.local_ports import free_port
 from tests.e2e.conftest import (  # noqa: F401
     MODEL_NAME,
     Server,
     Stack,
-    free_port,
     gateway,
     served,
     stack,
@@ -118,7 +118,7 @@ def saying(
             tokens_per_message: int = 1,
             interval_s: float = 0.0,
         ) -> Api:
-            asked = httpx.post(f"{gateway.url}/tokenize", json={"prompt": text})
+            asked = httpx.post(f"{gateway.url}/tokenize", json={"prompt": text}, timeout=60)
             script = scripted_worker(
                 worker,
                 asked.json()["tokens"],

@@ -18,8 +18,9 @@ EMOJI = ["🙂", "👩‍👩‍👧‍👦", "🏳️‍🌈", "👍🏽", "�
 
 @pytest.mark.parametrize("thoughts", [PROSE * 4, ""])
 def test_packets_are_neither_crumbs_nor_lumps(saying: Callable[..., Api], thoughts: str) -> None:
-    # a token a message, slower than the coalescer's patience would ever need
-    said = saying(f"{thoughts}</mm:think>{PROSE * 8}", interval_s=0.003)
+    # a token a message; the coalescer's patience outlasts what a busy machine may lose between two
+    text = f"{thoughts}</mm:think>{PROSE * 8}"
+    said = saying(text, "--set", "stream_hold_ms=5000", interval_s=0.003)
     thinking = {"type": "enabled"}
     chunks = said.chunks("Hi.", max_tokens=4000, thinking=thinking)
     texts = deltas(chunks, "content")

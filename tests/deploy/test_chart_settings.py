@@ -56,7 +56,7 @@ def test_the_gateway_misses_nothing_but_the_model(example: Path, tmp_path: Path)
     command = [sys.executable, "-m", "m3stack", "gateway", "--config", str(file)]
     command += ["--listen", "0.0.0.0:0", "--admin-listen", "127.0.0.1:0"]
     command += ["--model-path", "/nowhere"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=30)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=100)
     assert done.returncode == 1, done.stderr
     assert "/nowhere" in done.stderr
 
@@ -89,5 +89,5 @@ def make_certificate(folder: Path) -> None:
     command = ["openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:P-256"]
     command += ["-nodes", "-days", "1", "-subj", "/CN=m3stack", "-addext", "subjectAltName=DNS:m3"]
     command += ["-keyout", str(folder / "tls.key"), "-out", str(folder / "tls.crt")]
-    subprocess.run(command, check=True, capture_output=True, timeout=30)
+    subprocess.run(command, check=True, capture_output=True, timeout=100)
     (folder / "ca.crt").write_bytes((folder / "tls.crt").read_bytes())

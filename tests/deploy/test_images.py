@@ -16,7 +16,8 @@ import yaml
 
 from m3stack.checkpoints import builtin_checkpoint
 from m3stack.flags import build_parser
-from tests.e2e.conftest import Server, free_port, wait_for
+from m3stack.local_ports import free_port
+from tests.e2e.conftest import Server, wait_for
 
 ROOT = Path(__file__).parents[2]
 DEPLOY = ROOT / "deploy"
@@ -27,7 +28,7 @@ UNITS = sorted((DEPLOY / "systemd").glob("*.service"))
 def gateway_complaint(*flags: str) -> str:
     """What the gateway says when it is started with a model that is not there."""
     command = [sys.executable, "-m", "m3stack", "gateway", *flags, "--model-path", "/nowhere"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=30)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=100)
     assert done.returncode == 1, done.stderr
     return done.stderr
 
@@ -97,7 +98,7 @@ def test_the_gateway_runs_in_a_root_that_holds_nothing_else(
     server = Server(process, address)
     try:
         reply = wait_for(server, "/version").json()
-        counted = httpx.post(f"{server.url}/tokenize", json={"prompt": "a b c"}, timeout=10)
+        counted = httpx.post(f"{server.url}/tokenize", json={"prompt": "a b c"}, timeout=60)
     finally:
         assert server.stop() == 0
     assert (reply["model"], reply["ffmpeg"]) == ("tiny", False)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -16,10 +15,12 @@ import httpx
 import pytest
 
 from m3stack.checkpoints import builtin_checkpoint
+from m3stack.local_ports import free_port
 
 MODEL_NAME = "m3-tiny"
-START_TIMEOUT_S = 60.0
-STOP_TIMEOUT_S = 30.0
+# for a machine that does much else
+START_TIMEOUT_S = 200.0
+STOP_TIMEOUT_S = 100.0
 
 
 @dataclass
@@ -91,17 +92,11 @@ def wait_for(server: Server, path: str, status: int = 200) -> httpx.Response:
     while time.monotonic() < deadline:
         assert server.process.poll() is None, f"the server ended: {server.process.returncode}"
         with contextlib.suppress(httpx.TransportError):
-            seen = httpx.get(f"{server.url}{path}", timeout=2.0)
+            seen = httpx.get(f"{server.url}{path}", timeout=20.0)
             if seen.status_code == status:
                 return seen
         time.sleep(0.05)
     raise AssertionError(f"{path} never gave {status}; last: {seen and seen.text}")
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
 
 
 @pytest.fixture

@@ -34,7 +34,7 @@ WORKER_GAUGES = (
     "m3stack_worker_used_pages",
 )
 # of the waits for a phase to begin and for what it took to come back
-PATIENCE_S = 30.0
+PATIENCE_S = 100.0
 # nothing is cached, so that pages in use are those of requests; one request runs, others queue
 WORKER_FLAGS = ("--set", "prefix_cache=false", "--max-sequences", "1")
 

@@ -37,7 +37,9 @@ def prompt_tokens(client: openai.OpenAI, content: object) -> int:
 
 
 def num_tokens(gateway: Server, text: str) -> int:
-    response = httpx.post(f"{gateway.url}/tokenize", json={"model": MODEL_NAME, "prompt": text})
+    response = httpx.post(
+        f"{gateway.url}/tokenize", json={"model": MODEL_NAME, "prompt": text}, timeout=60
+    )
     return len(response.json()["tokens"])
 
 
@@ -179,14 +181,14 @@ def test_the_models_list_names_what_is_served(client: openai.OpenAI) -> None:
 
 def test_detokenize_undoes_tokenize(gateway: Server) -> None:
     text = "naïve café 你好 🙂\n\ttabs  and spaces"
-    ids = httpx.post(f"{gateway.url}/tokenize", json={"prompt": text}).json()["tokens"]
-    back = httpx.post(f"{gateway.url}/detokenize", json={"tokens": ids}).json()
+    ids = httpx.post(f"{gateway.url}/tokenize", json={"prompt": text}, timeout=60).json()["tokens"]
+    back = httpx.post(f"{gateway.url}/detokenize", json={"tokens": ids}, timeout=60).json()
     assert back["prompt"] == text
 
 
 def test_metrics_count_requests(gateway: Server, client: openai.OpenAI) -> None:
     complete(client, "count me", max_tokens=1)
-    metrics = httpx.get(f"{gateway.url}/metrics").text
+    metrics = httpx.get(f"{gateway.url}/metrics", timeout=60).text
     assert "m3stack_gateway_" in metrics
 
 

@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 
 from m3stack.cli import COMMANDS
-from tests.e2e.conftest import Server, free_port
+from m3stack.local_ports import free_port
+from tests.e2e.conftest import Server
 from tests.e2e.media import clip, picture
 
 

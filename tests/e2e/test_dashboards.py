@@ -94,8 +94,8 @@ def metrics(gateway: Server, worker: Server) -> Told:
         "max_tokens": 2,
     }
     httpx.post(f"{gateway.url}/v1/chat/completions", json=body, timeout=60).raise_for_status()
-    page = httpx.get(f"{gateway.url}/metrics", timeout=10).text
-    page += httpx.get(f"http://{worker.metrics_address}/metrics", timeout=10).text
+    page = httpx.get(f"{gateway.url}/metrics", timeout=60).text
+    page += httpx.get(f"http://{worker.metrics_address}/metrics", timeout=60).text
     return told(page)
 
 

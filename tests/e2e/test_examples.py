@@ -20,7 +20,7 @@ EXAMPLES = Path(__file__).parents[2] / "examples"
 
 def run(*command: str) -> str:
     done = subprocess.run(
-        [sys.executable, *command], capture_output=True, text=True, timeout=110, cwd=EXAMPLES.parent
+        [sys.executable, *command], capture_output=True, text=True, timeout=250, cwd=EXAMPLES.parent
     )
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout

@@ -10,7 +10,8 @@ from langchain_core.messages import HumanMessage, ToolMessage
 from langchain_core.tools import tool
 from langchain_openai import ChatOpenAI
 
-from tests.e2e.conftest import MODEL_NAME, Server, Stack, free_port, wait_for
+from m3stack.local_ports import free_port
+from tests.e2e.conftest import MODEL_NAME, Server, Stack, wait_for
 from tests.e2e.scripted_worker import scripted_worker
 from tests.e2e.test_messages import CALL
 
@@ -29,7 +30,7 @@ def chat(server: Server, **settings: object) -> ChatOpenAI:
 @pytest.fixture
 def agent(worker: Server, gateway: Server, stack: Stack) -> Iterator[Server]:
     """A gateway whose worker speaks and calls a tool."""
-    response = httpx.post(f"{gateway.url}/tokenize", json={"prompt": f"I look.{CALL}"})
+    response = httpx.post(f"{gateway.url}/tokenize", json={"prompt": f"I look.{CALL}"}, timeout=60)
     with scripted_worker(worker, response.json()["tokens"]) as url:
         server = stack.start("gateway", f"127.0.0.1:{free_port()}", "", "--workers", url)
         wait_for(server, "/ready")

@@ -15,7 +15,8 @@ from pathlib import Path
 import httpx
 import psutil
 
-from tests.e2e.conftest import MODEL_NAME, Server, Stack, free_port, wait_for
+from m3stack.local_ports import free_port
+from tests.e2e.conftest import MODEL_NAME, STOP_TIMEOUT_S, Server, Stack, wait_for
 
 LONG = {
     "model": MODEL_NAME,
@@ -29,15 +30,15 @@ LONG = {
 
 def metric(server: Server, name: str) -> float:
     """Sum of a metric's samples."""
-    text = httpx.get(f"http://{server.metrics_address or server.address}/metrics").text
+    text = httpx.get(f"http://{server.metrics_address or server.address}/metrics", timeout=60).text
     samples = re.findall(rf"^{name}(?:\{{[^}}]*\}})? (\S+)$", text, re.MULTILINE)
     assert samples, f"no metric {name} in:\n{text}"
     return sum(float(value) for value in samples)
 
 
-def eventually(claim: Callable[[], bool], seconds: float = 15.0) -> None:
+def eventually(claim: Callable[[], bool]) -> None:
     """Waits for a claim to become true."""
-    deadline = time.monotonic() + seconds
+    deadline = time.monotonic() + STOP_TIMEOUT_S
     while not claim():
         assert time.monotonic() < deadline, "the claim never became true"
         time.sleep(0.05)
@@ -52,7 +53,7 @@ def test_a_client_that_leaves_frees_its_pages(stack: Stack) -> None:
     gateway = stack.gateway(worker)
     wait_for(gateway, "/ready")
     with (
-        httpx.Client(timeout=30) as client,
+        httpx.Client(timeout=100) as client,
         client.stream("POST", f"{gateway.url}/v1/chat/completions", json=LONG) as response,
     ):
         lines = response.iter_lines()
@@ -69,7 +70,7 @@ def test_a_worker_gone_mid_stream_is_one_error_event_and_no_done(stack: Stack) -
     gateway = stack.gateway(worker)
     wait_for(gateway, "/ready")
     with (
-        httpx.Client(timeout=30) as client,
+        httpx.Client(timeout=100) as client,
         client.stream("POST", f"{gateway.url}/v1/chat/completions", json=LONG) as response,
     ):
         seen: list[str] = []
@@ -83,17 +84,21 @@ def test_a_worker_gone_mid_stream_is_one_error_event_and_no_done(stack: Stack) -
     assert len(errors) == 1
     assert seen[-1] == errors[0]
     # and the next request is told that nobody is there
-    eventually(lambda: httpx.get(f"{gateway.url}/ready").status_code == 503)
-    answer = httpx.post(f"{gateway.url}/v1/chat/completions", json={**LONG, "stream": False})
+    eventually(lambda: httpx.get(f"{gateway.url}/ready", timeout=60).status_code == 503)
+    answer = httpx.post(
+        f"{gateway.url}/v1/chat/completions", json={**LONG, "stream": False}, timeout=60
+    )
     assert answer.status_code == 503
 
 
 def test_without_a_worker_requests_are_told_what_is_missing(stack: Stack) -> None:
     gateway = stack.gateway()
-    answer = httpx.post(f"{gateway.url}/v1/chat/completions", json={**LONG, "stream": False})
+    answer = httpx.post(
+        f"{gateway.url}/v1/chat/completions", json={**LONG, "stream": False}, timeout=60
+    )
     assert answer.status_code == 503
     assert "worker" in answer.json()["error"]["message"]
-    ready = httpx.get(f"{gateway.url}/ready")
+    ready = httpx.get(f"{gateway.url}/ready", timeout=60)
     assert ready.status_code == 503
     assert "worker" in ready.text
 
@@ -104,7 +109,7 @@ def test_sigterm_lets_running_streams_finish(stack: Stack) -> None:
     wait_for(gateway, "/ready")
     body = {**LONG, "max_tokens": 60}
     with (
-        httpx.Client(timeout=60) as client,
+        httpx.Client(timeout=100) as client,
         client.stream("POST", f"{gateway.url}/v1/chat/completions", json=body) as response,
     ):
         lines = response.iter_lines()
@@ -112,7 +117,7 @@ def test_sigterm_lets_running_streams_finish(stack: Stack) -> None:
         gateway.process.send_signal(signal.SIGTERM)
         rest = list(lines)
     assert rest[-1] == "data: [DONE]" or "data: [DONE]" in rest[-2:]
-    assert gateway.process.wait(20) == 0
+    assert gateway.process.wait(STOP_TIMEOUT_S) == 0
     assert worker.stop() == 0
 
 
@@ -129,7 +134,7 @@ def test_up_serves_until_interrupted_and_leaves_nothing_behind(tmp_path: Path) -
     children = psutil.Process(process.pid).children(recursive=True)
     assert len(children) >= 2
     process.send_signal(signal.SIGINT)
-    assert process.wait(40) == 0
+    assert process.wait(STOP_TIMEOUT_S) == 0
     assert not [child for child in children if child.is_running()]
 
 
@@ -149,7 +154,7 @@ def test_many_clients_leaving_at_once_leave_no_request_behind(stack: Stack) -> N
 
     def come_and_go() -> None:
         with (
-            httpx.Client(timeout=30) as client,
+            httpx.Client(timeout=100) as client,
             client.stream("POST", f"{gateway.url}/v1/chat/completions", json=LONG) as response,
         ):
             next(response.iter_lines())

@@ -16,10 +16,11 @@ import grpc
 import httpx
 import pytest
 
+from m3stack.local_ports import free_port
 from m3stack.worker.v1 import worker_pb2 as pb
 from m3stack.worker.v1 import worker_pb2_grpc as pb_grpc
 from tests.e2e import media
-from tests.e2e.conftest import Server, Stack, free_port, wait_for
+from tests.e2e.conftest import Server, Stack, wait_for
 from tests.e2e.scripted_worker import ScriptedWorker
 
 pytestmark = [pytest.mark.soak, pytest.mark.timeout(1500)]

@@ -10,7 +10,8 @@ import anthropic
 import httpx
 import pytest
 
-from tests.e2e.conftest import MODEL_NAME, Server, Stack, free_port, wait_for
+from m3stack.local_ports import free_port
+from tests.e2e.conftest import MODEL_NAME, Server, Stack, wait_for
 from tests.e2e.media import clip, picture
 from tests.e2e.scripted_worker import scripted_worker
 
@@ -58,7 +59,7 @@ def client(gateway: Server) -> Iterator[anthropic.Anthropic]:
 def agent(worker: Server, gateway: Server, stack: Stack) -> Iterator[anthropic.Anthropic]:
     """A client of a gateway whose worker thinks, speaks and calls a tool."""
     text = f"Let me see.</mm:think>I look.{CALL}"
-    response = httpx.post(f"{gateway.url}/tokenize", json={"prompt": text})
+    response = httpx.post(f"{gateway.url}/tokenize", json={"prompt": text}, timeout=60)
     with scripted_worker(worker, response.json()["tokens"]) as url:
         address = f"127.0.0.1:{free_port()}"
         server = stack.start("gateway", address, "", "--workers", url)

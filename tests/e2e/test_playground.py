@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING
 import httpx
 import pytest
 
-from tests.e2e.conftest import Server, Stack, free_port, wait_for
+from m3stack.local_ports import free_port
+from tests.e2e.conftest import Server, Stack, wait_for
 from tests.e2e.media import clip, picture
 from tests.e2e.scripted_worker import scripted_worker
 from tests.e2e.test_messages import CALL
@@ -58,7 +59,9 @@ def say(page: Page, text: str) -> None:
 @pytest.fixture
 def scripted(gateway: Server, worker: Server, stack: Stack, request: pytest.FixtureRequest):
     """A gateway whose worker says the text that the test names."""
-    tokens = httpx.post(f"{gateway.url}/tokenize", json={"prompt": request.param}).json()["tokens"]
+    tokens = httpx.post(
+        f"{gateway.url}/tokenize", json={"prompt": request.param}, timeout=60
+    ).json()["tokens"]
     with scripted_worker(worker, tokens) as url:
         server = stack.start("gateway", f"127.0.0.1:{free_port()}", "", "--workers", url)
         wait_for(server, "/ready")

@@ -7,6 +7,7 @@ import shutil
 import socket
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -14,7 +15,8 @@ import httpx
 import pytest
 
 from m3stack.checkpoints import builtin_checkpoint
-from tests.e2e.conftest import MODEL_NAME, Server, Stack, free_port, wait_for
+from m3stack.local_ports import free_port
+from tests.e2e.conftest import MODEL_NAME, START_TIMEOUT_S, Server, Stack, wait_for
 
 TLS = Path(__file__).parents[1] / "data" / "tls"
 CONFIG, START = 2, 1
@@ -25,7 +27,7 @@ def refused(kind: str, *flags: str) -> tuple[int, str]:
     model = ["--model-path", str(builtin_checkpoint("tiny"))]
     command = [sys.executable, "-m", "m3stack", kind]
     command += [*(model if "--model-path" not in flags else []), *flags]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=200)
     assert done.returncode != 0
     assert "Traceback" not in done.stderr
     assert "panicked" not in done.stderr
@@ -107,12 +109,10 @@ def test_a_worker_with_another_model_is_refused_by_name(stack: Stack, tmp_path: 
     (other / "config.json").write_text(json.dumps(config))
     worker = stack.worker("--model-path", str(other))
     gateway = stack.gateway(worker)
-    deadline = 200
-    for _ in range(deadline):
-        ready = httpx.get(f"{gateway.url}/ready", timeout=5).json()
-        if ready["workers"]["refused"]:
-            break
-        wait_for(gateway, "/health")
+    deadline = time.monotonic() + START_TIMEOUT_S
+    while not (ready := httpx.get(f"{gateway.url}/ready", timeout=60).json())["workers"]["refused"]:
+        assert time.monotonic() < deadline, ready
+        time.sleep(0.1)
     assert ready["workers"]["refused"] == 1
     assert worker.address in str(ready["missing"])
 
@@ -141,5 +141,5 @@ def test_a_full_disk_under_the_log_stops_nobody(kind: str, stack: Stack) -> None
     for _ in range(3):
         reply = httpx.post(f"{gateway.url}/v1/chat/completions", json=body, timeout=60)
         assert reply.status_code == 200
-    wrong = httpx.post(f"{gateway.url}/v1/chat/completions", json={"model": 1}, timeout=10)
+    wrong = httpx.post(f"{gateway.url}/v1/chat/completions", json={"model": 1}, timeout=60)
     assert wrong.status_code == 400

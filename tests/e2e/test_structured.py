@@ -63,7 +63,7 @@ def client(gateway: Server) -> Iterator[openai.OpenAI]:
 
 def end_of_thinking(gateway: Server) -> int:
     body = {"model": MODEL_NAME, "prompt": "</mm:think>"}
-    (token,) = httpx.post(f"{gateway.url}/tokenize", json=body).json()["tokens"]
+    (token,) = httpx.post(f"{gateway.url}/tokenize", json=body, timeout=60).json()["tokens"]
     return token
 
 

@@ -8,13 +8,14 @@ from pathlib import Path
 
 import httpx
 
-from tests.e2e.conftest import MODEL_NAME, Server, free_port
+from m3stack.local_ports import free_port
+from tests.e2e.conftest import MODEL_NAME, Server
 
 
 def top(*flags: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "m3stack", "top", "--once", "--interval-s", "0.2", *flags]
     environment = {"COLUMNS": "160", "PATH": ""}
-    return subprocess.run(command, capture_output=True, text=True, timeout=30, env=environment)
+    return subprocess.run(command, capture_output=True, text=True, timeout=100, env=environment)
 
 
 def test_a_view_names_each_program_and_what_it_does(

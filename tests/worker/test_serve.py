@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import threading
-import time
 import urllib.request
+from collections import defaultdict
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -19,7 +19,8 @@ from torch import Tensor
 
 import m3stack.serve
 from m3stack.client import WorkerClient, default_sampling
-from m3stack.engine.plan import FatalStepError, StepPlan
+from m3stack.engine.engine import Engine
+from m3stack.engine.plan import FatalStepError, StepPlan, StepResult
 from m3stack.engine.runner import ModelRunner
 from m3stack.errors import ErrorKind, StartupError, WorkerError
 from m3stack.models.minimax_m3.config import M3Config
@@ -211,20 +212,56 @@ def test_too_few_hot_pages_are_refused_with_the_number_it_takes() -> None:
         run_worker(config(hot_pages=65))
 
 
+class HeldSteps:
+    """Lets no step of a worker's engine in this process begin while it is held.
+
+    Attributes:
+        gate: set while steps may begin.
+        came: by request id, set once the engine has been given that request.
+    """
+
+    def __init__(self, patch: pytest.MonkeyPatch) -> None:
+        self.gate = threading.Event()
+        self.gate.set()
+        self.came: defaultdict[str, threading.Event] = defaultdict(threading.Event)
+        submit, execute = Engine.submit, ModelRunner.execute
+
+        def noted(engine: Engine, handle: int, request: Request, *, upload_s: float = 0.0) -> None:
+            submit(engine, handle, request, upload_s=upload_s)
+            self.came[request.request_id].set()
+
+        def held(runner: ModelRunner, plan: StepPlan) -> StepResult:
+            assert self.gate.wait(TIMEOUT_S)
+            return execute(runner, plan)
+
+        patch.setattr(Engine, "submit", noted)
+        patch.setattr(ModelRunner, "execute", held)
+
+    def together(self, served: Served, requests: Sequence[Request]) -> list[list[int]]:
+        """What requests give that are all there, in this order, before the first step of any."""
+        self.gate.clear()
+        with ThreadPoolExecutor(len(requests)) as pool:
+            answers = []
+            for request in requests:
+                self.came[request.request_id].clear()
+                answers.append(pool.submit(served.tokens, request))
+                assert self.came[request.request_id].wait(TIMEOUT_S)
+            self.gate.set()
+            return [answer.result(TIMEOUT_S) for answer in answers]
+
+
 @pytest.mark.parametrize("host_cache_bytes", [0, 1 << 24])
-def test_preempted_request_goes_on_to_the_same_tokens(host_cache_bytes: int) -> None:
+def test_preempted_request_goes_on_to_the_same_tokens(
+    host_cache_bytes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    held = HeldSteps(monkeypatch)
+
     def scenario(served: Served) -> None:
         served.wait_until(WorkerState.READY)
         # the newer one takes the last of five pages, the older one needs it later
-        older = text_request(200, max_tokens=70)
-        newer = text_request(250, max_tokens=80)
-        alone = [served.tokens(request) for request in (older, newer)]
-        first = served.client.generate(older)
-        assert isinstance(next(first), Started)
-        with ThreadPoolExecutor(1) as pool:
-            second = pool.submit(served.tokens, newer)
-            together = [t for e in first if isinstance(e, Tokens) for t in e.token_ids]
-            assert [together, second.result(TIMEOUT_S)] == alone
+        requests = [text_request(200, max_tokens=70), text_request(250, max_tokens=80)]
+        alone = [served.tokens(request) for request in requests]
+        assert held.together(served, requests) == alone
         assert metric(served, "m3stack_worker_preemptions_total") == 1
         restored = metric(served, "m3stack_worker_restored_bytes_total")
         assert (restored > 0) is (host_cache_bytes > 0)
@@ -257,7 +294,7 @@ def test_clip_encoded_segment_by_segment_equals_the_golden() -> None:
 
 def metric(served: Served, name: str) -> float:
     url = f"http://127.0.0.1:{served.ports.metrics_port}/metrics"
-    with urllib.request.urlopen(url, timeout=10) as response:
+    with urllib.request.urlopen(url, timeout=TIMEOUT_S) as response:
         lines = response.read().decode().splitlines()
     (value,) = [line.rpartition(" ")[2] for line in lines if line.startswith(f"{name} ")]
     return float(value)
@@ -327,10 +364,9 @@ def test_drain_limit_and_second_signal_cut_what_still_runs(second_signal: bool) 
         assert cut.value.kind is ErrorKind.WORKER_UNAVAILABLE
         assert cut.value.message == "the worker was stopped"
 
-    drain_s = 60 if second_signal else 0.1
-    started_at = time.monotonic()
+    # a signal that does not cut it short would be waited for until the test's own limit
+    drain_s = 3600 if second_signal else 0.1
     assert serve_around(config(drain_s=drain_s), scenario) == EXIT_CUT
-    assert time.monotonic() - started_at < 30
 
 
 def test_worker_reports_loading_refuses_requests_and_obeys_a_signal_meanwhile(
@@ -340,7 +376,7 @@ def test_worker_reports_loading_refuses_requests_and_obeys_a_signal_meanwhile(
     real = m3stack.serve.assemble
 
     def slow(*arguments):
-        gate.wait(30)
+        gate.wait(TIMEOUT_S)
         return real(*arguments)
 
     monkeypatch.setattr(m3stack.serve, "assemble", slow)
@@ -386,7 +422,7 @@ def test_stuck_step_makes_the_worker_unhealthy_until_it_ends(
     real = ModelRunner.execute
 
     def stuck(self: ModelRunner, plan: StepPlan):
-        gate.wait(30)
+        gate.wait(TIMEOUT_S)
         return real(self, plan)
 
     monkeypatch.setattr(ModelRunner, "execute", stuck)
@@ -404,7 +440,7 @@ def test_stuck_step_makes_the_worker_unhealthy_until_it_ends(
             gate.set()
             while next(statuses) != serving.SERVING:
                 pass
-            assert len(running.result(20)) == 4
+            assert len(running.result(TIMEOUT_S)) == 4
             changes.cancel()
 
     assert serve_around(config(stuck_step_s=0.1), scenario) == EXIT_DRAINED
@@ -435,7 +471,7 @@ def test_port_in_use_is_an_error_that_names_it() -> None:
 
         thread = threading.Thread(target=second)
         thread.start()
-        thread.join(30)
+        thread.join(TIMEOUT_S)
         assert results
         assert served.target in results[0]
         assert "--listen" in results[0]

@@ -41,7 +41,8 @@ from tests.worker.engine.history_model import (
     Stack,
 )
 
-TIMEOUT_S = 20
+# a bound on hangs, not on speed
+TIMEOUT_S = 100
 CONTEXT = 200
 LIMITS = ModelLimits(
     fingerprint=b"f" * 32,
@@ -59,12 +60,22 @@ LIMITS = ModelLimits(
 
 
 class GatedRunner(ModelRunner):
-    """The real runner, which a test can hold at the start of a step."""
+    """The real runner, which a test can hold at the start of a step.
+
+    Attributes:
+        gate: steps begin while it is set.
+        entered: set once a step is about to begin.
+        steps_left: steps after which the gate closes by itself; none if negative.
+    """
 
     gate: threading.Event
     entered: threading.Event
+    steps_left: int
 
     def execute(self, plan: StepPlan) -> StepResult:
+        if self.steps_left == 0:
+            self.gate.clear()
+        self.steps_left -= 1
         self.entered.set()
         assert self.gate.wait(TIMEOUT_S)
         return super().execute(plan)
@@ -125,6 +136,7 @@ async def worker(stack: Stack | None = None, options: Options = Options()) -> As
     assert isinstance(runner, GatedRunner)
     runner.gate, runner.entered = threading.Event(), threading.Event()
     runner.gate.set()
+    runner.steps_left = -1
     metrics = WorkerMetrics()
     sessions = SessionTable()
     board = StatusBoard(pb.Identity(worker_id="w", fingerprint=LIMITS.fingerprint))

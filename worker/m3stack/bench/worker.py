@@ -28,6 +28,7 @@ from m3stack.checkpoints import builtin_checkpoint
 from m3stack.client import AsyncWorkerClient, WorkerClient, default_sampling
 from m3stack.kernels.interface import PagedRows
 from m3stack.kernels.reference_table import reference_kernels
+from m3stack.local_ports import free_port
 from m3stack.models.minimax_m3.config import M3Config
 from m3stack.models.minimax_m3.model import M3Model
 from m3stack.models.minimax_m3.weights import load_model
@@ -192,9 +193,3 @@ def wait_ready(address: str) -> None:
                 raise
             time.sleep(0.05)
     asyncio.run(wait())
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]

@@ -18,6 +18,7 @@ import httpx
 from m3stack.checkpoint_tools.locate import locate_model
 from m3stack.checkpoints import builtin_checkpoint
 from m3stack.errors import StartupError
+from m3stack.local_ports import free_port
 
 STOP_GRACE_S = 35.0
 PR_SET_PDEATHSIG = 1
@@ -190,13 +191,6 @@ def raise_interrupt(_signal: int, _frame: object) -> None:
 def die_with_parent() -> None:
     """Runs in the child before exec: SIGTERM when the parent is gone, however it went."""
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
-
-
-def free_port() -> int:
-    """A TCP port free on the loopback address just now."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
 
 
 def port_is_free(host: str, port: int) -> bool:

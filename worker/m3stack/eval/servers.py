@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import shutil
-import socket
 import subprocess
 import sys
 import time
@@ -17,6 +16,7 @@ import torch
 from safetensors.torch import load_file
 
 from m3stack.errors import StartupError
+from m3stack.local_ports import free_port
 from m3stack.models.minimax_m3 import tiny
 
 READY_TIMEOUT_S = 300.0
@@ -30,9 +30,7 @@ def served(model: Path, *, device: str = "cpu") -> Iterator[str]:
     Raises:
         StartupError: it was not ready in time, or ended.
     """
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = free_port()
     command = [sys.executable, "-m", "m3stack", "up", "--model", str(model)]
     command += ["--port", str(port), "--device", device]
     server = subprocess.Popen(command, stdout=subprocess.DEVNULL)
