@@ -20,7 +20,7 @@ from m3stack.types import WHOLE, Finished, Purpose, Request, Source, Stage, Toke
 from tests.parity import golden
 from tests.worker.test_serve import image_request, text_request, video_request
 
-START_S = 100
+START_S = 250
 KINDS: dict[str, Callable[[], Request]] = {
     "text": lambda: text_request(700, max_tokens=12),
     "sampled": lambda: text_request(520, max_tokens=8, temperature=1.0, top_p=0.95, seed=7),
@@ -61,7 +61,7 @@ class Process:
                     return
 
     def metric(self, name: str, **labels: str) -> float:
-        page = httpx.get(f"http://{self.metrics}/metrics").text
+        page = httpx.get(f"http://{self.metrics}/metrics", timeout=60).text
         wanted = "".join(f'{key}="{value}"' for key, value in labels.items())
         pattern = rf"^{name}{{{wanted}}} (\S+)$" if labels else rf"^{name} (\S+)$"
         found = re.search(pattern, page, re.MULTILINE)
@@ -102,7 +102,7 @@ def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Proces
         for process in started.values():
             process.process.terminate()
         for process in started.values():
-            process.process.wait(60)
+            process.process.wait(100)
 
 
 def salted(request: Request, salt: str) -> Request:
@@ -125,7 +125,7 @@ def alone(fleet: dict[str, Process]) -> dict[str, list[int]]:
     }
 
 
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(600)
 @pytest.mark.parametrize(
     ("source", "target"),
     [
@@ -150,7 +150,7 @@ def test_prompts_of_one_worker_go_on_in_another_whatever_its_ranks(
     assert second.metric("m3stack_worker_transfers_total", outcome="corrupt") == 0
 
 
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(600)
 @pytest.mark.parametrize("target", ["one", "two"])
 @pytest.mark.parametrize("kind", ["image", "clip"])
 def test_features_of_an_encoder_answer_as_ones_own(
@@ -176,7 +176,7 @@ def test_features_of_an_encoder_answer_as_ones_own(
     assert worker.metric("m3stack_worker_transferred_bytes_total", kind="features") > 0
 
 
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(600)
 def test_an_encoder_answers_nothing_and_hands_out_no_pages(fleet: dict[str, Process]) -> None:
     encoder, worker = fleet["encode"], fleet["one"]
     with pytest.raises(WorkerError) as refusal:
