@@ -20,7 +20,11 @@ TIMEOUT_S = 60
 
 
 class FaultyRunner:
-    """A runner that can be told to fail, or to wait at the start of a step."""
+    """A runner that can be told to fail, or to wait at the start of a step.
+
+    Attributes:
+        steps_left: steps after which the gate closes by itself; none if negative.
+    """
 
     def __init__(self, inner: AheadRunner) -> None:
         self._inner = inner
@@ -29,6 +33,7 @@ class FaultyRunner:
         self.gate = threading.Event()
         self.gate.set()
         self.entered = threading.Event()
+        self.steps_left = -1
 
     def begin(self, handle: int, request: Request, *, stop_ids: frozenset[int]) -> None:
         if request.request_id == "unprepared":
@@ -58,6 +63,9 @@ class FaultyRunner:
         return self._inner.collect(step)
 
     def _enter(self) -> None:
+        if self.steps_left == 0:
+            self.gate.clear()
+        self.steps_left -= 1
         self.entered.set()
         assert self.gate.wait(TIMEOUT_S)
         fault = self.faults.pop(0) if self.faults else None

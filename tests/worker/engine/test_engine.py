@@ -10,7 +10,7 @@ from m3stack.engine.plan import FatalStepError
 from m3stack.engine.scheduler import SchedulerLimits
 from m3stack.errors import ErrorKind, WorkerError
 from m3stack.types import Failed, Finished, MediaSettled, Request, Started, Tokens
-from tests.worker.engine.engine_harness import EngineHarness
+from tests.worker.engine.engine_harness import TIMEOUT_S, EngineHarness
 from tests.worker.engine.history_model import (
     IMAGE_ID,
     PAGE,
@@ -66,10 +66,12 @@ def test_media_is_settled_once_encoded_and_computed_once_for_two() -> None:
 
 def test_cancel_frees_pages_at_the_next_step_and_says_nothing_more() -> None:
     with EngineHarness() as harness:
+        harness.runner.steps_left = 5
         victim = harness.submit(text(1, max_tokens=200))
         harness.wait_until(lambda: len(harness.tokens(victim)) > 3)
         harness.engine.cancel(victim)
         other = harness.submit(text(2))
+        harness.runner.gate.set()
         harness.ending(other)
         seen = len(harness.events[victim])
         assert harness.engine.load.used_pages == 0
@@ -86,7 +88,7 @@ def test_cancel_of_a_queued_request_leaves_the_queue() -> None:
     with EngineHarness(stack) as harness:
         harness.runner.gate.clear()
         running = harness.submit(text(1, max_tokens=3))
-        assert harness.runner.entered.wait(20)
+        assert harness.runner.entered.wait(TIMEOUT_S)
         queued = harness.submit(text(2))
         harness.engine.cancel(queued)
         harness.runner.gate.set()
@@ -117,7 +119,7 @@ def test_three_failed_steps_in_a_row_end_the_engine_with_the_reason() -> None:
             assert isinstance(harness.ending(harness.submit(text(salt))), Failed)
         harness.runner.gate.clear()
         running = harness.submit(text(7))
-        assert harness.runner.entered.wait(20)
+        assert harness.runner.entered.wait(TIMEOUT_S)
         in_inbox = harness.submit(text(8))
         harness.runner.gate.set()
         for handle in (running, in_inbox):
@@ -154,7 +156,7 @@ def test_broken_picture_fails_its_request_only() -> None:
     with EngineHarness() as harness:
         harness.runner.gate.clear()
         filler = harness.submit(text(1))
-        assert harness.runner.entered.wait(20)
+        assert harness.runner.entered.wait(TIMEOUT_S)
         broken = picture(4)
         item = broken.media[0]
         # a patch row short: the model's check trips, as a real one's would
@@ -202,7 +204,7 @@ def test_stop_ends_running_and_queued_requests() -> None:
     with EngineHarness(stack) as harness:
         harness.runner.gate.clear()
         running = harness.submit(text(1, max_tokens=100))
-        assert harness.runner.entered.wait(20)
+        assert harness.runner.entered.wait(TIMEOUT_S)
         queued = harness.submit(text(2))
         harness.engine.stop()
         harness.runner.gate.set()
@@ -251,7 +253,7 @@ def test_age_of_the_step_in_progress_is_visible_from_outside() -> None:
         assert harness.engine.step_age_s == 0
         harness.runner.gate.clear()
         handle = harness.submit(text(1))
-        assert harness.runner.entered.wait(20)
+        assert harness.runner.entered.wait(TIMEOUT_S)
         first = harness.engine.step_age_s
         assert harness.engine.step_age_s > first > 0
         harness.runner.gate.set()

@@ -50,12 +50,12 @@ class Together:
 
     def all_reduce(self, x: Tensor) -> Tensor:
         self.given.append(x.clone())
-        self.barrier.wait(20)
+        self.barrier.wait(100)
         total = torch.stack(self.given).sum(0, dtype=x.dtype)
         # none may begin the next one before all have this one's sum
-        if self.barrier.wait(20) == 0:
+        if self.barrier.wait(100) == 0:
             self.given.clear()
-        self.barrier.wait(20)
+        self.barrier.wait(100)
         return total
 
 
