@@ -27,6 +27,7 @@ from m3stack.engine.leader import FollowerRunner, GroupPeers, LeaderRunner
 from m3stack.engine.runner import NO_PEERS, Forward, ModelRunner, Peers, Runner
 from m3stack.engine.sampler import Sampler
 from m3stack.engine.scheduler import Scheduler
+from m3stack.errors import LoadingStoppedError, StartupError
 from m3stack.gpu_steps import (
     bytes_of_steps,
     device_counts,
@@ -35,12 +36,13 @@ from m3stack.gpu_steps import (
     pace_of,
     run_ahead,
 )
-from m3stack.group import Joined, RankGroup, Setup
+from m3stack.group import RankGroup
 from m3stack.hardware import Hardware, choose_hardware
+from m3stack.local_ranks import Joined, Setup
 from m3stack.models.minimax_m3.config import M3Config
 from m3stack.models.minimax_m3.model import M3Model
 from m3stack.models.minimax_m3.slices import rank_slices
-from m3stack.parallel import ALONE, ProcessMesh
+from m3stack.parallel import ALONE, LeadersWord, Mesh, ProcessMesh
 from m3stack.pools import (
     build_host_pool,
     build_pool,
@@ -65,11 +67,13 @@ class Surroundings:
 
     Attributes:
         progress: called with bytes loaded and bytes in all; may raise to end the loading.
+        check: called while there is nothing to load yet; may raise likewise.
     """
 
     media: MediaLedger
     metrics: WorkerMetrics
     progress: Progress
+    check: Callable[[], None] = lambda: None
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,12 +107,13 @@ def assemble(
     if config.tensor_parallel > 1:
         # refuses sizes that do not divide, before anything is started
         rank_slices(model_config, place_of(config, 0))
-        group = RankGroup(config, build_follower)
+        group = RankGroup(config, build_follower, check=around.check)
     try:
         return _assemble_leader(config, Ground(model_config, hardware, group), around)
-    except BaseException:
+    except BaseException as error:
         if group is not None:
-            group.stop()
+            # a stop that was asked for is no failure of the others
+            group.stop(str(error) if isinstance(error, StartupError) else "")
         raise
 
 
@@ -120,6 +125,11 @@ def build_follower(
     hardware = choose_hardware(config, mesh.rank)
     model_config = M3Config.from_dir(config.model_path)
     model = load_rank(config, model_config, hardware, mesh=mesh)
+    word = LeadersWord(joined.control)
+    word.await_all()
+    run_ahead(
+        config, model, scheduler_limits(config, hardware.device), mesh=mesh, agree=word.goes_on
+    )
     setup = receive_setup()
     shape = page_shape(config, model_config, hardware, mesh.rank)
     pool = KvPool(shape, setup.num_pages, hardware.device)
@@ -150,8 +160,7 @@ def _assemble_leader(config: WorkerConfig, ground: Ground, around: Surroundings)
     mesh = ALONE if group is None else ProcessMesh(group.joined.tensors)
     model = load_rank(config, model_config, hardware, mesh=mesh, progress=around.progress)
     limits = scheduler_limits(config, hardware.device)
-    if mesh.size == 1:
-        run_ahead(config, model, limits)
+    _run_first_steps(config, model, limits, mesh=mesh, ground=ground, around=around)
     pool = build_pool(
         config,
         model_config,
@@ -216,6 +225,32 @@ def _assemble_leader(config: WorkerConfig, ground: Ground, around: Surroundings)
         send=None if group is None else group.send,
     )
     return Assembly(parts, settings, request_limits, constraints, contents, group)
+
+
+def _run_first_steps(
+    config: WorkerConfig,
+    model: M3Model,
+    limits: SchedulerLimits,
+    *,
+    mesh: Mesh,
+    ground: Ground,
+    around: Surroundings,
+) -> None:
+    """Every rank has loaded, and has run what steps compile at first use."""
+    around.check()
+    group = ground.group
+    if group is None:
+        run_ahead(config, model, limits, check=around.check)
+        return
+    word = LeadersWord(group.joined.control)
+    try:
+        word.await_all()
+        run_ahead(config, model, limits, mesh=mesh, agree=word.goes_on, check=around.check)
+    except LoadingStoppedError:
+        raise
+    except Exception as error:
+        reason = group.lost() or f"the ranks could not run a first step: {error}"
+        raise StartupError(f"{reason}; see its messages above") from error
 
 
 def model_limits(model: M3Config, max_context_tokens: int, dtype: torch.dtype) -> ModelLimits:

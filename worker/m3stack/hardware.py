@@ -19,7 +19,7 @@ class Hardware:
 
 
 def choose_hardware(config: WorkerConfig, rank: int = 0) -> Hardware:
-    """Device and dtype the configuration asks for; with several ranks, rank r takes GPU r.
+    """Device and dtype the configuration asks for; several ranks take a GPU of their host each.
 
     Raises:
         StartupError: the machine does not have it, or not for all ranks.
@@ -41,12 +41,14 @@ def choose_hardware(config: WorkerConfig, rank: int = 0) -> Hardware:
                 f"device is {config.device}, but {config.tensor_parallel} ranks take one GPU each; "
                 "say cuda, and choose GPUs with CUDA_VISIBLE_DEVICES"
             )
-        if torch.cuda.device_count() < config.tensor_parallel:
+        own = config.tensor_parallel // config.hosts
+        if torch.cuda.device_count() < own:
+            spread = "" if config.hosts == 1 else f" over {config.hosts} hosts"
             raise StartupError(
-                f"tensor_parallel is {config.tensor_parallel}, but there are only "
+                f"tensor_parallel is {config.tensor_parallel}{spread}, but there are only "
                 f"{torch.cuda.device_count()} GPUs"
             )
-        device = torch.device("cuda", rank)
+        device = torch.device("cuda", rank % own)
     by_device = torch.float32 if device.type == "cpu" else torch.bfloat16
     dtypes = {"auto": by_device, "float32": torch.float32, "bfloat16": torch.bfloat16}
     return Hardware(device, dtypes[config.dtype])

@@ -143,6 +143,6 @@ def choose_kernels(name: str, model: M3Config, hardware: Hardware) -> Kernels:
 def use_threads(config: WorkerConfig, model: nn.Module) -> None:
     """Sets how many threads a CPU computes with."""
     num_values = sum(parameter.numel() for parameter in model.parameters())
-    own = len(os.sched_getaffinity(0)) // config.tensor_parallel
+    own = len(os.sched_getaffinity(0)) // (config.tensor_parallel // config.hosts)
     automatic = 1 if num_values < SMALL_MODEL_VALUES else max(1, own)
     torch.set_num_threads(config.cpu_threads or automatic)

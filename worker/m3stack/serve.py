@@ -6,12 +6,11 @@ import asyncio
 import dataclasses
 import gc
 import logging
+import os
 import signal
-import sys
 import threading
 import uuid
 from collections.abc import Callable
-from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -27,16 +26,17 @@ from m3stack.cache.media import MediaLedger
 from m3stack.config import WorkerConfig
 from m3stack.encode_only import assemble_encoder
 from m3stack.engine.engine import Engine
-from m3stack.errors import StartupError
+from m3stack.errors import LoadingStoppedError, StartupError
 from m3stack.hardware import choose_hardware
+from m3stack.loading import Loading
 from m3stack.log_lines import set_up_logging
 from m3stack.models.minimax_m3.config import M3Config
 from m3stack.pools import context_limit
-from m3stack.progress import TransferProgress
 from m3stack.rpc.admin import AdminService
 from m3stack.rpc.admission import MediaAdmission
 from m3stack.rpc.server import ServiceParts, ServiceSettings, WorkerService
 from m3stack.rpc.sessions import SessionTable
+from m3stack.rpc.source_addresses import AllowedSources
 from m3stack.rpc.status import StatusBoard
 from m3stack.rpc.tls import server_credentials
 from m3stack.telemetry import WorkerMetrics
@@ -56,7 +56,6 @@ MAX_MESSAGE_BYTES = 16 << 20
 # how long calls get to deliver their last message once everything has ended
 FAREWELL_S = 2.0
 WATCHDOG_INTERVAL_S = 0.5
-LOADING_LINE_S = 5.0
 
 _SERVER_OPTIONS = (
     ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
@@ -68,10 +67,6 @@ _SERVER_OPTIONS = (
     ("grpc.keepalive_permit_without_calls", 1),
     ("grpc.http2.min_ping_interval_without_data_ms", 5_000),
 )
-
-
-class _LoadingStoppedError(Exception):
-    """A signal came while the model was loading."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,7 +84,8 @@ def run_worker(config: WorkerConfig, *, on_listening: OnListening | None = None)
     """Runs a worker until a signal or a failure.
 
     The first SIGTERM or SIGINT drains: running requests finish within `drain_s`. A second one
-    stops at once.
+    stops at once. While it loads one is enough; should loading not look up within a second, the
+    process is ended here.
 
     Args:
         config: what to run.
@@ -102,7 +98,13 @@ def run_worker(config: WorkerConfig, *, on_listening: OnListening | None = None)
         StartupError: it could not start; says what to do.
     """
     set_up_logging(config.log_level)
-    return asyncio.run(_Worker(config).run(on_listening))
+    worker = _Worker(config)
+    code = asyncio.run(worker.run(on_listening))
+    if worker.loading_hangs:
+        # an orderly end would wait for what does not end; ranks follow their leader
+        logging.shutdown()
+        os._exit(code)
+    return code
 
 
 class _Worker:
@@ -118,9 +120,14 @@ class _Worker:
         self._health = health.aio.HealthServicer()  # pyright: ignore[reportAttributeAccessIssue]
         self._stop_asked = asyncio.Event()
         self._stop_now = asyncio.Event()
-        self._loading_stopped = threading.Event()
+        self._loading = Loading(config.model_name)
         self._engine_ended: asyncio.Future[BaseException | None] | None = None
         self._admin = AdminService()
+
+    @property
+    def loading_hangs(self) -> bool:
+        """Whether loading was left behind on its thread."""
+        return self._loading.hangs
 
     async def run(self, on_listening: OnListening | None) -> int:
         identity = self._identity(context_limit(self._config, self._model_config))
@@ -141,6 +148,7 @@ class _Worker:
                 max_waiting_requests=self._config.max_waiting_requests,
                 upload_timeout_s=self._config.upload_timeout_s,
                 role=Role[self._config.role.upper()],
+                allowed_sources=AllowedSources(self._config.allowed_sources),
             ),
         )
         self._transfers = Transfers(
@@ -165,22 +173,16 @@ class _Worker:
                 metrics_server.server_close()
 
     async def _load_and_serve(self) -> int:
+        build = assemble_encoder if self._config.role == "encode" else assemble
+        loading = self._loading
+        around = Surroundings(self._media, self._metrics, loading.show, loading.check)
         try:
-            with ExitStack() as stack:
-                bar = None
-                if sys.stderr.isatty():
-                    name = f"loading {self._config.model_name}"
-                    bar = stack.enter_context(TransferProgress(name))
-                build = assemble_encoder if self._config.role == "encode" else assemble
-                assembly = await asyncio.to_thread(
-                    build,
-                    self._config,
-                    self._model_config,
-                    self._hardware,
-                    Surroundings(self._media, self._metrics, self._load_progress(bar)),
-                )
-        except _LoadingStoppedError:
-            _log.info("stopped_while_loading")
+            assembly = await loading.run(
+                lambda: build(self._config, self._model_config, self._hardware, around),
+                self._stop_asked,
+            )
+        except LoadingStoppedError:
+            _log.info("stopped_while_loading hangs=%s", loading.hangs)
             return EXIT_DRAINED
         engine = self._start_engine(assembly)
         if assembly.group is not None:
@@ -193,7 +195,9 @@ class _Worker:
             await asyncio.to_thread(engine.join)
             await asyncio.to_thread(assembly.constraints.close)
             if assembly.group is not None:
-                await asyncio.to_thread(assembly.group.stop)
+                failed = self._engine_ended
+                failure = failed.result() if failed is not None and failed.done() else None
+                await asyncio.to_thread(assembly.group.stop, str(failure or ""))
             # the last events are on their way to the calls through this loop
             await asyncio.sleep(0)
             try:
@@ -347,7 +351,7 @@ class _Worker:
 
     def _on_signal(self, name: str) -> None:
         _log.info("signal name=%s", name)
-        self._loading_stopped.set()
+        self._loading.stop()
         if self._stop_asked.is_set():
             self._stop_now.set()
         self._stop_asked.set()
@@ -364,22 +368,3 @@ class _Worker:
             page_tokens=self._model_config.block_tokens,
             role=f"WORKER_ROLE_{self._config.role.upper()}",  # type: ignore[arg-type]
         )
-
-    def _load_progress(self, bar: TransferProgress | None) -> Callable[[int, int], None]:
-        """Shows loading as it goes: on the bar of a terminal, else a line every few seconds."""
-        loop = asyncio.get_running_loop()
-        began = shown_at = loop.time()
-
-        def show(done: int, total: int) -> None:
-            nonlocal shown_at
-            if self._loading_stopped.is_set():
-                raise _LoadingStoppedError
-            now = loop.time()
-            if bar is not None:
-                bar(done, total)
-            elif now - shown_at >= LOADING_LINE_S or done == total:
-                left_s = (now - began) * (total - done) / max(done, 1)
-                _log.info("loading bytes=%d total_bytes=%d left_s=%.0f", done, total, left_s)
-                shown_at = now
-
-        return show
