@@ -26,11 +26,13 @@ class Contents:
 
     Attributes:
         port: belongs to the engine thread.
+        keeps_pages: whether requests find pages that were computed before (`prefix_cache`).
     """
 
     port: Port
     page_layout: str
     feature_layout: str
+    keeps_pages: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,6 +72,7 @@ def contents_of(
         port=port,
         page_layout=page_layout(shape, model, weights),
         feature_layout=feature_layout(model, shape.dtype, weights),
+        keeps_pages=config.prefix_cache,
     )
 
 

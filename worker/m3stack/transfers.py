@@ -40,7 +40,13 @@ class Transfers:
             feature_layout=contents.feature_layout,
         )
         self.service.open_for(store)
-        return Puller(store, self._transport, page_tokens=self._page_tokens, book=self._book)
+        return Puller(
+            store,
+            self._transport,
+            page_tokens=self._page_tokens,
+            book=self._book,
+            keeps_pages=contents.keeps_pages,
+        )
 
     async def close(self) -> None:
         """Ends the connections to other workers."""

@@ -19,6 +19,7 @@ from m3stack.rpc.admission import MediaAdmission
 from m3stack.rpc.checks import ModelLimits
 from m3stack.rpc.server import ServiceParts, ServiceSettings, WorkerService
 from m3stack.rpc.sessions import SessionTable
+from m3stack.rpc.source_addresses import AllowedSources
 from m3stack.rpc.status import StatusBoard
 from m3stack.rpc.transfer_client import GrpcTransport
 from m3stack.rpc.transfer_service import TransferService
@@ -91,6 +92,10 @@ class Options:
     state: WorkerState = WorkerState.READY
     role: Role = Role.ALL
     transfer_silence_s: float = TIMEOUT_S
+    transfer_patience_s: float = TIMEOUT_S
+    transfer_sign_s: float = TIMEOUT_S
+    allowed_sources: str = ""
+    keeps_pages: bool = True
     layout: str = "of the history model"
 
 
@@ -147,7 +152,12 @@ async def worker(stack: Stack | None = None, options: Options = Options()) -> As
     )
     service = WorkerService(
         ServiceParts(sessions, board, admission, metrics),
-        ServiceSettings(options.max_waiting_requests, options.upload_timeout_s, options.role),
+        ServiceSettings(
+            options.max_waiting_requests,
+            options.upload_timeout_s,
+            options.role,
+            AllowedSources(options.allowed_sources),
+        ),
     )
     engine = Engine(
         EngineParts(stack.scheduler, stack.pages, runner, stack.media, metrics),
@@ -163,10 +173,14 @@ async def worker(stack: Stack | None = None, options: Options = Options()) -> As
     )
     engine.start()
     store = contents_of(stack, engine, options)
-    transport = GrpcTransport(progress_s=options.transfer_silence_s)
-    puller = Puller(store, transport, page_tokens=PAGE, book=metrics)
+    transport = GrpcTransport(
+        progress_s=options.transfer_silence_s, patience_s=options.transfer_patience_s
+    )
+    puller = Puller(
+        store, transport, page_tokens=PAGE, book=metrics, keeps_pages=options.keeps_pages
+    )
     service.open_for(engine, LIMITS, stack.constraints.compiler, puller)
-    transfers = TransferService()
+    transfers = TransferService(sign_s=options.transfer_sign_s)
     transfers.open_for(store)
     admin = AdminService()
     admin.open_for(engine)

@@ -303,7 +303,7 @@ def test_a_silent_source_is_given_up() -> None:
         pb_grpc.add_TransferServiceServicer_to_server(silent, server)
         port = server.add_insecure_port("127.0.0.1:0")
         await server.start()
-        impatient = Options(transfer_silence_s=0.2)
+        impatient = Options(transfer_silence_s=2)
         async with worker(options=impatient) as subject, worker() as other:
             source = Source(f"127.0.0.1:{port}")
             many = [text(40, name=f"r{salt}", salt=salt) for salt in range(6)]
@@ -416,7 +416,7 @@ def test_nobody_waits_for_an_engine_that_a_transfer_has_ended() -> None:
 
                     second.store._port.write_page = broken  # type: ignore[method-assign]
                     with pytest.raises(WorkerError) as failure:
-                        await asyncio.wait_for(answer(second, text(70), source_of(first)), 10)
+                        await asyncio.wait_for(answer(second, text(70), source_of(first)), 60)
                     assert failure.value.kind is ErrorKind.WORKER_UNAVAILABLE
 
     run(scenario)
@@ -495,7 +495,15 @@ def test_a_role_serves_its_purposes_and_refuses_others_by_name(
     run(scenario)
 
 
-@pytest.mark.parametrize("address", ["", "host", "host:", ":1", "h\n:1", "é:1", "a" * 300 + ":1"])
+@pytest.mark.parametrize(
+    "address",
+    [
+        *("", "host", "host:", ":1", "h\n:1", "é:1", "a" * 300 + ":1", "host:0", "host:65536"),
+        # other kinds of address that a resolver knows
+        *("unix:/run/m3.sock:1", "unix:m3:1", "dns:host:1", "dns:///host:1", "ipv4:10.0.0.1:1"),
+        *("http://host:1", "[::1", "::1:1", "[host]:1"),
+    ],
+)
 def test_an_address_that_is_none_is_refused(address: str) -> None:
     async def scenario() -> None:
         async with worker() as subject:

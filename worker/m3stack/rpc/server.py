@@ -20,6 +20,7 @@ from m3stack.rpc.admission import MediaAdmission, MediaDemand, Reservation
 from m3stack.rpc.checks import ModelLimits, merged_tokens, patch_bytes, read_header
 from m3stack.rpc.constraints import compile_constraint
 from m3stack.rpc.sessions import Session, SessionTable
+from m3stack.rpc.source_addresses import AllowedSources
 from m3stack.rpc.stages import pull_features, pull_pages, read_stage, staged
 from m3stack.rpc.status import StatusBoard, WatchTiming
 from m3stack.rpc.upload import NeededItem, Upload
@@ -81,6 +82,7 @@ class ServiceSettings:
     max_waiting_requests: int
     upload_timeout_s: float
     role: Role = Role.ALL
+    allowed_sources: AllowedSources = AllowedSources()  # noqa: RUF009 - it never changes
 
 
 @dataclass(frozen=True, slots=True)
@@ -200,7 +202,7 @@ class WorkerService(pb_grpc.WorkerServiceServicer):
 
     async def _generate(self, target: _Target, header: pb.GenerateHeader, context: Call) -> None:
         parts, engine, limits = self._parts, target.engine, target.limits
-        stage = read_stage(header, self._settings.role)
+        stage = read_stage(header, self._settings.role, self._settings.allowed_sources)
         if len(header.prompt_token_ids) > LONG_PROMPT_TOKENS:
             # checks of a million ids would hold up every other stream
             request = await asyncio.to_thread(read_header, header, limits)

@@ -6,11 +6,10 @@ import dataclasses
 
 from m3stack.errors import ErrorKind, WorkerError
 from m3stack.rpc.admission import Reservation
+from m3stack.rpc.source_addresses import MAX_CHARS, AllowedSources
 from m3stack.transfer.pull import Puller
 from m3stack.types import Purpose, Request, Role, Sampling, Source, Stage
 from m3stack.worker.v1 import worker_pb2 as pb
-
-MAX_ADDRESS_CHARS = 256
 
 _SERVED = {
     Role.ALL: (Purpose.ANSWER, Purpose.PREFILL),
@@ -34,11 +33,11 @@ def staged(request: Request, stage: Stage) -> Request:
     return dataclasses.replace(request, sampling=sampling, constraint=None)
 
 
-def read_stage(header: pb.GenerateHeader, role: Role) -> Stage:
+def read_stage(header: pb.GenerateHeader, role: Role, allowed: AllowedSources) -> Stage:
     """The stage a header is about.
 
     Raises:
-        WorkerError: this worker's role does not serve it; a source that is none.
+        WorkerError: this worker's role does not serve it; a source that is none, or not allowed.
     """
     try:
         purpose = Purpose(header.purpose)
@@ -53,7 +52,11 @@ def read_stage(header: pb.GenerateHeader, role: Role) -> Stage:
             f"{role.name.lower()})",
             "purpose",
         )
-    return Stage(purpose, _source(header, "pages_source"), _source(header, "features_source"))
+    return Stage(
+        purpose,
+        _source(header, "pages_source", allowed),
+        _source(header, "features_source", allowed),
+    )
 
 
 async def pull_features(stage: Stage, puller: Puller | None, reservation: Reservation) -> None:
@@ -70,16 +73,15 @@ async def pull_pages(stage: Stage, puller: Puller | None, request: Request) -> i
     return await puller.pages(request, stage.pages)
 
 
-def _source(header: pb.GenerateHeader, param: str) -> Source | None:
+def _source(header: pb.GenerateHeader, param: str, allowed: AllowedSources) -> Source | None:
     if not header.HasField(param):  # type: ignore[arg-type]
         return None
     given: pb.Source = getattr(header, param)
-    host, _, port = given.address.rpartition(":")
-    is_good = host and port.isdecimal() and given.address.isascii() and given.address.isprintable()
-    if not is_good or len(given.address) > MAX_ADDRESS_CHARS:
+    expected = allowed.refusal(given.address)
+    if expected is not None:
         raise WorkerError(
             ErrorKind.INVALID_REQUEST,
-            f"{param}.address is {given.address[:MAX_ADDRESS_CHARS]!r}, expected host:port",
+            f"{param}.address is {given.address[:MAX_CHARS]!r}, expected {expected}",
             f"{param}.address",
         )
     return Source(given.address, given.tls_name)

@@ -14,13 +14,11 @@ from m3stack.types import Source
 from m3stack.worker.v1 import worker_pb2 as pb
 from m3stack.worker.v1 import worker_pb2_grpc as pb_grpc
 
-# longest silence of a source
+# longest silence of a source, and longest time that it may say it is busy and send nothing
 PROGRESS_S = 5.0
+PATIENCE_S = 30.0
 # connections kept; sources are few, but their addresses change
 MAX_CONNECTIONS = 64
-# no page of any model comes near that
-MAX_CONTENT_BYTES = 1 << 30
-
 _OPTIONS = (
     ("grpc.max_receive_message_length", 16 << 20),
     # a source that was restarted is tried again at once
@@ -43,6 +41,7 @@ class GrpcTransport:
     Args:
         credentials: to speak TLS with; None: plain text.
         progress_s: longest silence of a source.
+        patience_s: longest time in which it is busy and sends nothing.
     """
 
     def __init__(
@@ -50,9 +49,11 @@ class GrpcTransport:
         credentials: grpc.ChannelCredentials | None = None,
         *,
         progress_s: float = PROGRESS_S,
+        patience_s: float = PATIENCE_S,
     ) -> None:
         self._credentials = credentials
         self._progress_s = progress_s
+        self._patience_s = patience_s
         self._channels: OrderedDict[Source, grpc.aio.Channel] = OrderedDict()
 
     async def close(self) -> None:
@@ -75,18 +76,23 @@ class GrpcTransport:
             if holdings is None or holdings.WhichOneof("body") != "holdings":
                 raise TransferError("the source does not say what it holds", is_final=True)
             yield Holdings(holdings.holdings.epoch, tuple(holdings.holdings.indices))
+            last = -1
             while (first := await self._read(call)) is not None:
-                yield await self._content(call, first, len(wanted.keys))
+                is_next = last < first.piece.index < len(wanted.keys)
+                if first.WhichOneof("body") != "piece" or not is_next:
+                    raise TransferError("the source sends what was not asked for", is_final=True)
+                last = first.piece.index
+                yield await self._content(call, first, wanted.sizes[last])
         finally:
             call.cancel()
 
-    async def _content(self, call: object, response: pb.FetchResponse, num_keys: int) -> Content:
-        """The content that begins with a message."""
+    async def _content(self, call: object, response: pb.FetchResponse, size: int) -> Content:
+        """The content of a size that begins with a message."""
         index, total = response.piece.index, response.piece.total_bytes
-        if response.WhichOneof("body") != "piece" or index >= num_keys:
-            raise TransferError("the source sends what was not asked for", is_final=True)
-        if total > MAX_CONTENT_BYTES:
-            raise TransferError(f"a content of {total} bytes is announced", is_final=True)
+        # before room is made for it
+        if total != size:
+            text = f"a content of {total} bytes is announced where {size} are expected"
+            raise TransferError(text, is_final=True)
         data, end = bytearray(total), 0
         while True:
             piece = response.piece
@@ -104,7 +110,19 @@ class GrpcTransport:
             response = following
 
     async def _read(self, call: object) -> pb.FetchResponse | None:
-        """The next message; None at the end of a call that went well."""
+        """The next message but for signs of life; None at the end of a call that went well."""
+        loop = asyncio.get_running_loop()
+        until = loop.time() + self._patience_s
+        while True:
+            message = await self._read_any(call)
+            if message is None or message.WhichOneof("body") != "busy":
+                return message
+            if loop.time() > until:
+                reason = f"the source was busy for {self._patience_s:g} s"
+                raise TransferError(reason, is_final=True, is_silent=True)
+
+    async def _read_any(self, call: object) -> pb.FetchResponse | None:
+        """The next message of any kind."""
         assert isinstance(call, grpc.aio.UnaryStreamCall)
         try:
             async with asyncio.timeout(self._progress_s):
@@ -136,9 +154,9 @@ class GrpcTransport:
         return channel
 
     def _connect(self, source: Source) -> grpc.aio.Channel:
+        # said in full: the name of a host may be that of one of gRPC's other ways, such as `unix`
+        target = f"dns:///{source.address}"
         if self._credentials is None:
-            return grpc.aio.insecure_channel(source.address, options=_OPTIONS)
+            return grpc.aio.insecure_channel(target, options=_OPTIONS)
         name = (("grpc.ssl_target_name_override", source.tls_name),) if source.tls_name else ()
-        return grpc.aio.secure_channel(
-            source.address, self._credentials, options=(*_OPTIONS, *name)
-        )
+        return grpc.aio.secure_channel(target, self._credentials, options=(*_OPTIONS, *name))

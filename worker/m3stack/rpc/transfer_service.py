@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Iterator
+from collections.abc import AsyncGenerator, Awaitable, Iterator
 from contextlib import aclosing
+from typing import TypeVar
 
 import grpc
 
@@ -18,17 +19,26 @@ from m3stack.worker.v1 import worker_pb2_grpc as pb_grpc
 
 MAX_PIECE_BYTES = 2 << 20
 KEY_BYTES = 32
+# how often a source says that it is alive while it has nothing to send
+SIGN_S = 1.0
 # each holds the contents of one turn of the engine and, ready to go, of the next
 MAX_TRANSFERS = 8
 
 Call = grpc.aio.ServicerContext[pb.FetchRequest, pb.FetchResponse]
 Contents = AsyncGenerator[tuple[int, Data], None]
+Answer = TypeVar("Answer")
+_BUSY = pb.FetchResponse(busy=pb.Busy())
 
 
 class TransferService(pb_grpc.TransferServiceServicer):
-    """Refuses everything until `open_for` has named the contents."""
+    """Refuses everything until `open_for` has named the contents.
 
-    def __init__(self) -> None:
+    Args:
+        sign_s: how often a call says that it is alive while it has nothing to send.
+    """
+
+    def __init__(self, *, sign_s: float = SIGN_S) -> None:
+        self._sign_s = sign_s
         self._store: ContentStore | None = None
         self._refusal = WorkerError(
             ErrorKind.WORKER_UNAVAILABLE, "the worker is still loading its model"
@@ -46,26 +56,57 @@ class TransferService(pb_grpc.TransferServiceServicer):
         try:
             store = self._ready()
             _check_request(request, store)
-            async with self._places:
+            await self._take_place(context)
+            try:
                 await self._fetch(store, request, context)
+            finally:
+                self._places.release()
         except WorkerError as error:
             await abort(context, error)
 
     async def _fetch(self, store: ContentStore, request: pb.FetchRequest, context: Call) -> None:
         keys = list(request.keys)
         if request.kind == pb.CONTENT_KIND_PAGE:
-            epoch, held = await store.held_pages(request.epoch, keys)
+            asked = store.held_pages(request.epoch, keys)
+            epoch, held = await self._meanwhile(asked, context)
             indices = list(range(held))
             contents = _pages(store, keys, held)
         else:
-            epoch, indices = request.epoch, await store.held_features(keys)
+            epoch = request.epoch
+            indices = await self._meanwhile(store.held_features(keys), context)
             contents = _features(store, keys, indices)
         await context.write(pb.FetchResponse(holdings=pb.Holdings(epoch=epoch, indices=indices)))
         async with aclosing(contents):
-            async for index, data in contents:
+            while True:
+                following = await self._meanwhile(anext(contents, None), context)
+                if following is None:
+                    break
+                index, data = following
                 digest = await content_hash_of(keys[index], data)
                 for piece in _pieces(index, data, digest):
                     await context.write(pb.FetchResponse(piece=piece))
+
+    async def _take_place(self, context: Call) -> None:
+        while True:
+            try:
+                async with asyncio.timeout(self._sign_s):
+                    await self._places.acquire()
+                    return
+            except TimeoutError:
+                await context.write(_BUSY)
+
+    async def _meanwhile(self, work: Awaitable[Answer], context: Call) -> Answer:
+        """What comes of some work; says that this end is alive until it does."""
+        task = asyncio.ensure_future(work)
+        try:
+            while not (await asyncio.wait({task}, timeout=self._sign_s))[0]:
+                await context.write(_BUSY)
+            return task.result()
+        finally:
+            if not task.done():
+                task.cancel()
+                # a generator cannot be closed while it runs
+                await asyncio.wait({task})
 
     def _ready(self) -> ContentStore:
         if self._store is None:

@@ -30,12 +30,20 @@ class ContentKind(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Wanted:
-    """Contents to be fetched; fields as in `worker.proto`."""
+    """Contents to be fetched; fields as in `worker.proto`.
+
+    Attributes:
+        sizes: bytes of each content; one that is announced with more or fewer is not taken in.
+    """
 
     kind: ContentKind
     layout: str
     epoch: int
     keys: tuple[bytes, ...]
+    sizes: tuple[int, ...]
+
+    def __post_init__(self) -> None:
+        assert len(self.sizes) == len(self.keys)
 
 
 @dataclass(frozen=True, slots=True)

@@ -75,15 +75,23 @@ class Puller:
         transport: to others.
         page_tokens: tokens of a page.
         book: is told what has come.
+        keeps_pages: whether later requests find pages here; else none are fetched.
     """
 
     def __init__(
-        self, store: ContentStore, transport: Transport, *, page_tokens: int, book: TransferBook
+        self,
+        store: ContentStore,
+        transport: Transport,
+        *,
+        page_tokens: int,
+        book: TransferBook,
+        keeps_pages: bool = True,
     ) -> None:
         self._store = store
         self._transport = transport
         self._page_tokens = page_tokens
         self._book = book
+        self._keeps_pages = keeps_pages
         self._sources = Sources()
 
     async def pages(self, request: Request, source: Source) -> int:
@@ -92,6 +100,8 @@ class Puller:
         Raises:
             WorkerError: this worker's own engine has stopped.
         """
+        if not self._keeps_pages:
+            return 0
         epoch = await self._store.epoch()
         own = await self._chain(request, epoch)
         room = await self._store.room(own)
@@ -172,7 +182,8 @@ class Puller:
 
     async def _features(self, missing: Sequence[tuple[bytes, int]], source: Source):
         keys = tuple(key for key, _ in missing)
-        wanted = Wanted(ContentKind.FEATURES, self._store.feature_layout, 0, keys)
+        sizes = tuple(size for _, size in missing)
+        wanted = Wanted(ContentKind.FEATURES, self._store.feature_layout, 0, keys, sizes)
         async with aclosing(self._transport.fetch(source, wanted)) as contents:
             async for content in contents:
                 if isinstance(content, Content):
@@ -191,7 +202,8 @@ class Puller:
         while progress.here < progress.most and fruitless < MAX_FRUITLESS:
             before = progress.here
             keys = theirs[progress.here : progress.most]
-            wanted = Wanted(ContentKind.PAGE, self._store.page_layout, epoch, keys)
+            sizes = (self._store.page_bytes,) * len(keys)
+            wanted = Wanted(ContentKind.PAGE, self._store.page_layout, epoch, keys, sizes)
             try:
                 said = await self._fetch_pages(source, wanted, own, progress)
             except TransferError as error:

@@ -515,12 +515,18 @@ class FetchRequest(_message.Message):
     def __init__(self, kind: _Optional[_Union[ContentKind, str]] = ..., layout: _Optional[str] = ..., epoch: _Optional[int] = ..., keys: _Optional[_Iterable[bytes]] = ...) -> None: ...
 
 class FetchResponse(_message.Message):
-    __slots__ = ("holdings", "piece")
+    __slots__ = ("holdings", "piece", "busy")
     HOLDINGS_FIELD_NUMBER: _ClassVar[int]
     PIECE_FIELD_NUMBER: _ClassVar[int]
+    BUSY_FIELD_NUMBER: _ClassVar[int]
     holdings: Holdings
     piece: Piece
-    def __init__(self, holdings: _Optional[_Union[Holdings, _Mapping]] = ..., piece: _Optional[_Union[Piece, _Mapping]] = ...) -> None: ...
+    busy: Busy
+    def __init__(self, holdings: _Optional[_Union[Holdings, _Mapping]] = ..., piece: _Optional[_Union[Piece, _Mapping]] = ..., busy: _Optional[_Union[Busy, _Mapping]] = ...) -> None: ...
+
+class Busy(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
 
 class Holdings(_message.Message):
     __slots__ = ("epoch", "indices")
