@@ -28,6 +28,7 @@ from m3stack.encode_only import assemble_encoder
 from m3stack.engine.engine import Engine
 from m3stack.errors import LoadingStoppedError, StartupError
 from m3stack.hardware import choose_hardware
+from m3stack.life_metrics import LifeMetrics
 from m3stack.loading import Loading
 from m3stack.log_lines import set_up_logging
 from m3stack.models.minimax_m3.config import M3Config
@@ -116,6 +117,7 @@ class _Worker:
         self._hardware = choose_hardware(config)
         self._model_config = M3Config.from_dir(config.model_path)
         self._metrics = WorkerMetrics()
+        self._life = LifeMetrics(self._metrics.registry, config.role)
         self._media = MediaLedger(config.vision_cache_bytes)
         self._health = health.aio.HealthServicer()  # pyright: ignore[reportAttributeAccessIssue]
         self._stop_asked = asyncio.Event()
@@ -132,6 +134,7 @@ class _Worker:
     async def run(self, on_listening: OnListening | None) -> int:
         identity = self._identity(context_limit(self._config, self._model_config))
         self._board = StatusBoard(identity)
+        self._board.listen(self._life.set_state)
         self._sessions = SessionTable()
         self._service = WorkerService(
             ServiceParts(
@@ -291,6 +294,7 @@ class _Worker:
     async def _set_health(self, *, is_serving: bool) -> None:
         status = health_pb2.HealthCheckResponse.ServingStatus
         value = status.SERVING if is_serving else status.NOT_SERVING
+        self._life.set_healthy(is_serving)
         for name in ("", SERVICE_NAME):
             await self._health.set(name, value)
 

@@ -230,6 +230,24 @@ def _workers(pair: Between) -> Text:
     return text
 
 
+def _role(pair: Between) -> Text:
+    """What a worker does, and how it is if that is not as it should be."""
+    role = _labelled(pair, f"{W}role", "role") or "–"
+    state = _labelled(pair, f"{W}state", "state")
+    text = Text(role)
+    if state in ("loading", "draining"):
+        text.append(f" {state}", style="yellow")
+    elif state and not pair.after.total(f"{W}healthy"):
+        text.append(" stuck", style="bold red")
+    return text
+
+
+def _labelled(pair: Between, name: str, label: str) -> str:
+    """The value of a label for which a gauge is 1; empty where there is no such gauge."""
+    series = pair.after.samples.get(name, {})
+    return next((dict(labels)[label] for labels, value in series.items() if value), "")
+
+
 def _memory(pair: Between) -> str:
     return f"{pair.after.total('process_resident_memory_bytes') / 2**20:,.0f}"
 
@@ -266,6 +284,7 @@ GATEWAY_COLUMNS: tuple[tuple[str, Cell], ...] = (
     ("workers", _workers),
 )
 WORKER_COLUMNS: tuple[tuple[str, Cell], ...] = (
+    ("role", _role),
     ("run", _gauge(f"{W}running_requests")),
     ("wait", _gauge(f"{W}waiting_requests")),
     ("in/s", _rate(f"{W}prompt_tokens_total")),
@@ -285,7 +304,7 @@ def _table(
     table = Table(expand=True, header_style="bold cyan", box=None, padding=(0, 1, 0, 0))
     table.add_column(title, no_wrap=True, style="bold")
     for name, _ in columns:
-        is_text = name == "workers"
+        is_text = name in ("workers", "role")
         table.add_column(name, justify="left" if is_text else "right", no_wrap=not is_text)
     troubles: list[RenderableType] = []
     for program in programs:
