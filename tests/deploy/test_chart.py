@@ -217,7 +217,16 @@ def test_only_gateways_may_call_workers() -> None:
         ({"model": {"existingClaim": "models"}}, "say who may use the gateway"),
         ({"gateway": {"auth": {"allowAnonymous": True}}}, "say where the model is"),
         (changed(worker__hosts=2), "leaderworkerset"),
-        (changed(worker__kind="leaderworkerset", worker__hosts=2), "followerArgs"),
+        (
+            changed(
+                worker__autoscaling={
+                    "enabled": True,
+                    "waitingRequests": 0,
+                    "prometheusAddress": "http://p",
+                }
+            ),
+            "nothing to scale by",
+        ),
         (changed(worker__kind="deployment"), "kind"),
         (changed(gateway__replica=3), "replica"),
         (changed(gateway__replicas="3"), "replicas"),
@@ -302,3 +311,58 @@ def test_parts_of_the_work_where_they_cannot_be_are_refused(change: Object, comp
     values = changed(worker__roles__prefill__replicas=1, **change)
     with pytest.raises(Exception, match=complaint):
         render(values)
+
+
+def test_each_part_of_the_work_is_scaled_by_what_waits_for_it() -> None:
+    objects = rendered(CHART / "examples" / "divided-autoscaled.yaml")
+    found = {
+        item["metadata"]["name"]: (
+            item["spec"]["minReplicaCount"],
+            item["spec"]["maxReplicaCount"],
+            [trigger["metadata"]["threshold"] for trigger in item["spec"]["triggers"]],
+        )
+        for item in of_kind(objects, "ScaledObject")
+    }
+    assert found == {
+        "demo-m3stack-worker": (2, 6, ["8"]),
+        "demo-m3stack-worker-prefill": (1, 4, ["131072"]),
+        "demo-m3stack-worker-encode": (1, 8, ["4"]),
+    }
+    queries = {
+        item["metadata"]["name"].rpartition("-")[2]: item["spec"]["triggers"][0]["metadata"]
+        for item in of_kind(objects, "ScaledObject")
+    }
+    assert "m3stack_worker_waiting_prompt_tokens" in queries["prefill"]["query"]
+    assert 'm3stack_worker_role{role="decode"}' in queries["worker"]["query"]
+    # whoever scales is the only one to say how many there are
+    for item in of_kind(objects, "StatefulSet"):
+        assert "replicas" not in item["spec"], item["metadata"]["name"]
+
+
+def test_a_part_of_the_work_is_scaled_only_if_it_says_so_itself() -> None:
+    scaling = {"enabled": True, "prometheusAddress": "http://p"}
+    objects = render(changed(worker__autoscaling=scaling, worker__roles__prefill__replicas=3))
+    (scaled,) = of_kind(objects, "ScaledObject")
+    assert scaled["metadata"]["name"] == "demo-m3stack-worker"
+    replicas = {
+        item["metadata"]["name"]: item["spec"].get("replicas")
+        for item in of_kind(objects, "StatefulSet")
+    }
+    assert replicas == {"demo-m3stack-worker": None, "demo-m3stack-worker-prefill": 3}
+
+
+def test_pods_behind_the_first_serve_health_and_take_no_requests() -> None:
+    objects = rendered(CHART / "examples" / "leader-worker-set.yaml")
+    leader, follower = (pod for pod in pods(objects) if pod.owner.startswith("LeaderWorkerSet/"))
+    (service,) = [
+        item for item in of_kind(objects, "Service") if item["metadata"]["name"].endswith("-worker")
+    ]
+    selector = service["spec"]["selector"].items()
+    assert selector <= leader.labels.items()
+    assert not selector <= follower.labels.items()
+    first, second = leader.containers[0], follower.containers[0]
+    for probe in ("startupProbe", "livenessProbe", "readinessProbe"):
+        assert first[probe] == second[probe]
+    assert [port["name"] for port in second["ports"]] == ["grpc"]
+    assert first["resources"] == second["resources"]
+    assert first["args"] == second["args"]

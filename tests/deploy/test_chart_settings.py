@@ -46,6 +46,23 @@ def test_the_worker_takes_its_settings(example: Path, tmp_path: Path) -> None:
     assert config.listen == f"0.0.0.0:{port}"
 
 
+@pytest.mark.parametrize("index", [0, 1])
+def test_a_pod_of_a_group_finds_its_place_in_it(index: int, tmp_path: Path) -> None:
+    example = EXAMPLES[[path.stem for path in EXAMPLES].index("leader-worker-set")]
+    file = tmp_path / "m3stack.toml"
+    file.write_text(settings(example, "worker"))
+    told = {
+        "LWS_GROUP_SIZE": "2",
+        "LWS_WORKER_INDEX": str(index),
+        "LWS_LEADER_ADDRESS": "demo-m3stack-worker-0.demo-m3stack-worker.serving",
+    }
+    config = resolve(flags={}, environ=told, file=file)
+    assert (config.tensor_parallel, config.hosts, config.host_index) == (16, 2, index)
+    assert config.leader_address == f"{told['LWS_LEADER_ADDRESS']}:50052"
+    # one that every pod of the worker mounts
+    assert config.host_key_file.startswith(config.tls_dir)
+
+
 @every_example
 def test_the_gateway_misses_nothing_but_the_model(example: Path, tmp_path: Path) -> None:
     file = tmp_path / "m3stack.toml"

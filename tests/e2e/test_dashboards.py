@@ -48,13 +48,15 @@ def queries() -> Iterator[Query]:
     for group in alerts["groups"]:
         for rule in group["rules"]:
             yield Query(rule["alert"], rule["expr"])
-    values = helm.values_from_yaml((CHART / "examples" / "autoscaled.yaml").read_text())
-    with helm.Chart.load(CHART) as chart:
-        files = chart.render(values, name="demo", namespace="serving")
-    (scaling,) = [text for name, text in files.items() if name.endswith("worker/scaling.yaml")]
-    for item in yaml.safe_load_all(scaling):
-        for trigger in item["spec"].get("triggers", []):
-            yield Query(item["kind"], trigger["metadata"]["query"])
+    for example in ("autoscaled", "divided-autoscaled"):
+        values = helm.values_from_yaml((CHART / "examples" / f"{example}.yaml").read_text())
+        with helm.Chart.load(CHART) as chart:
+            files = chart.render(values, name="demo", namespace="serving")
+        for name, text in files.items():
+            for item in yaml.safe_load_all(text) if "/worker/" in name else ():
+                for trigger in item["spec"].get("triggers", []) if "spec" in item else ():
+                    place = f"{example} {item['metadata']['name']}"
+                    yield Query(place, trigger["metadata"]["query"])
 
 
 def plain(expression: str) -> str:

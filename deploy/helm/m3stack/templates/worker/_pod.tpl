@@ -24,7 +24,7 @@ spec:
       imagePullPolicy: {{ $worker.image.pullPolicy }}
       args:
         - --config=/etc/m3stack/m3stack.toml
-        {{- range (eq $role "leader" | ternary $worker.extraArgs $worker.followerArgs) }}
+        {{- range $worker.extraArgs }}
         - {{ . | quote }}
         {{- end }}
       env:
@@ -35,12 +35,13 @@ spec:
         {{- with $worker.extraEnv }}
         {{- toYaml . | nindent 8 }}
         {{- end }}
-      {{- if eq $role "leader" }}
       ports:
         - {name: grpc, containerPort: {{ $worker.port }}}
+        {{- if eq $role "leader" }}
         - {name: metrics, containerPort: {{ $worker.metricsPort }}}
+        {{- end }}
       # the health service says NOT_SERVING while weights load, while it drains, and when a step
-      # has not come back for stuck_step_s
+      # has not come back for stuck_step_s; behind the first pod it is all that is served
       startupProbe:
         {{- include "m3stack.workerProbe" $worker | nindent 8 }}
         periodSeconds: 10
@@ -56,7 +57,6 @@ spec:
         periodSeconds: 10
         timeoutSeconds: 10
         failureThreshold: 2
-      {{- end }}
       securityContext:
         {{- toYaml $root.Values.securityContext | nindent 8 }}
       resources:
