@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
 
 from m3stack.bench.multi_gpu import report
 from m3stack.bench.multi_gpu.__main__ import are_equal, main
@@ -15,6 +16,7 @@ from m3stack.bench.multi_gpu.floors import (
     cache_bytes_per_token,
     layer_weights,
 )
+from m3stack.bench.multi_gpu.steps import step
 from m3stack.memory_plan import released_model_config
 
 CONFIG = released_model_config()
@@ -54,6 +56,17 @@ def test_every_way_to_divide_gives_the_same_tokens(tmp_path: Path) -> None:
     divided = ["tp2", "tp2 parts", "tp2 ep2", "tp2 ep2 parts"]
     assert [row["arm"] for row in equal] == ["tp1", *divided]
     assert all(row["equal_tokens"] == row["tokens"] for row in equal)
+
+
+@pytest.mark.parametrize(("num_seqs", "width"), [(8, 128), (64, 16), (5, 300), (3, 1024), (1, 1)])
+def test_sequences_share_no_page_that_the_pool_has_room_for(num_seqs: int, width: int) -> None:
+    batch = step(
+        num_rows=1, ends=[width * 128] * num_seqs, num_pages=1024, page_tokens=128, vocab_size=9,
+        device=torch.device("cpu"),
+    )  # fmt: skip
+    table = batch.rows.page_table_SJ
+    assert table.shape == (num_seqs, width)
+    assert table.unique().numel() == min(1024, num_seqs * width)
 
 
 def test_divided_models_are_held_to_the_undivided_one() -> None:

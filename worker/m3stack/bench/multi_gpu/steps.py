@@ -29,13 +29,14 @@ def step(
 ) -> DeviceBatch:
     """`num_rows` random tokens for each sequence, which then is `ends[s]` long.
 
-    Sequences that need more pages than there are read the same ones, each in its own order.
+    No page belongs to two sequences unless they need more pages than there are: then every page is
+    read, and read anew in another order.
     """
     width = -(-max(ends) // page_tokens)
     generator = torch.Generator().manual_seed(2)
-    order = torch.randperm(num_pages, generator=generator)
-    firsts = torch.randint(num_pages, (len(ends), 1), generator=generator)
-    table_SJ = order[(firsts + torch.arange(width)) % num_pages].to(torch.int32)
+    needed = len(ends) * width
+    laps = [torch.randperm(num_pages, generator=generator) for _ in range(0, needed, num_pages)]
+    table_SJ = torch.cat(laps)[:needed].view(len(ends), width).to(torch.int32)
     positions = torch.cat([torch.arange(end - num_rows, end) for end in ends])
     sequence_T = torch.arange(len(ends)).repeat_interleave(num_rows)
     pages_T = table_SJ[sequence_T, positions // page_tokens].long()
