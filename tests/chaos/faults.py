@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from tests.chaos.fleet import WORKERS, Fleet, Node
+from tests.chaos.fleet import Fleet, Node
 
 Act = Callable[[Fleet], None]
 
@@ -45,8 +45,7 @@ def _kill(pick: Callable[[Fleet], Node]) -> Act:
 def _start(pick: Callable[[Fleet], Node]) -> Act:
     def act(made: Fleet) -> None:
         pick(made).start()
-        for gateway in made.gateways:
-            made.wait_ready(gateway, WORKERS)
+        made.wait_all_ready()
 
     return act
 
@@ -55,15 +54,18 @@ def _signal(pick: Callable[[Fleet], Node], number: signal.Signals) -> Act:
     return lambda made: pick(made).signal(number)
 
 
-def _restart_in_turn(made: Fleet) -> None:
-    """Each but the first of its kind is drained and begun again, as a rolling update does."""
-    for node in (*made.workers[1:], *made.gateways[1:]):
+def _restart(pick: Callable[[Fleet], Node]) -> Act:
+    """It is drained and begun again, as a rolling update does with one after the other."""
+
+    def act(made: Fleet) -> None:
+        node = pick(made)
         code = node.end()
         if code != 0:
             print(f"{node.name} ended with {code} after SIGTERM", flush=True)
         node.start()
-        for gateway in made.gateways:
-            made.wait_ready(gateway, WORKERS)
+        made.wait_all_ready()
+
+    return act
 
 
 def _step_all(seconds: int) -> Act:
@@ -130,5 +132,8 @@ FAULTS = (
     Fault("gateway killed", _kill(_last_gateway), 4, _start(_last_gateway)),
     Fault("disks full", _fill, 10, _free),
     Fault("clocks jump", _jump_about, 5, _step_all(0)),
-    Fault("rolling restart", _restart_in_turn, 0, _nothing),
+    *(
+        Fault("rolling restart", _restart(pick), 0, _nothing)
+        for pick in (_second_worker, _last_worker, _last_gateway)
+    ),
 )

@@ -17,6 +17,7 @@ from typing import Any
 
 import httpx
 
+LEAST_RATE = 1.0
 CONNECT_TIMEOUT_S = 1.0
 # longest that a client waits for the next byte
 SILENCE_S = 60.0
@@ -130,46 +131,63 @@ class Balancer:
 
 
 class Load:
-    """Clients that each ask, wait for the end, think, and ask again."""
+    """Clients that come by chance at a steady rate, whether those before them were served or not.
 
-    def __init__(self, urls: Sequence[str], *, model: str, num_clients: int, seed: int) -> None:
+    Attributes:
+        rate: requests a second.
+    """
+
+    def __init__(
+        self, urls: Sequence[str], *, model: str, seed: int, rate: float = LEAST_RATE
+    ) -> None:
         self._model = model
-        self._num_clients = num_clients
-        self._seed = seed
+        self._source = random.Random(seed)
         self._urls = urls
-        self._is_over = False
+        self._over = asyncio.Event()
+        self.rate = rate
         self.outcomes: list[Outcome] = []
 
     async def run(self) -> None:
         """Until `stop`; every request that was begun is seen to its end."""
-        limits = httpx.Limits(max_connections=None, max_keepalive_connections=0)
-        timeout = httpx.Timeout(SILENCE_S, connect=CONNECT_TIMEOUT_S)
-        async with httpx.AsyncClient(limits=limits, timeout=timeout) as client:
+        async with _client() as client:
             balancer = Balancer(self._urls, client, set(self._urls))
             watching = asyncio.create_task(balancer.watch())
             try:
                 async with asyncio.TaskGroup() as clients:
-                    for number in range(self._num_clients):
-                        clients.create_task(self._client(client, balancer, number))
+                    due_s = time.monotonic()
+                    while not self._over.is_set():
+                        due_s += self._source.expovariate(self.rate)
+                        with contextlib.suppress(TimeoutError):
+                            async with asyncio.timeout(max(0.0, due_s - time.monotonic())):
+                                await self._over.wait()
+                        (kind,) = self._source.choices(KINDS, weights=[k.weight for k in KINDS])
+                        prompt = self._source.randrange(len(PROMPTS))
+                        order = balancer.order(self._source)
+                        clients.create_task(self._serve(client, order, kind, prompt))
             finally:
                 watching.cancel()
                 with contextlib.suppress(asyncio.CancelledError):
                     await watching
 
     def stop(self) -> None:
-        self._is_over = True
+        self._over.set()
 
-    async def _client(self, client: httpx.AsyncClient, balancer: Balancer, number: int) -> None:
-        source = random.Random(f"{self._seed} {number}")
-        while not self._is_over:
-            (kind,) = source.choices(KINDS, weights=[kind.weight for kind in KINDS])
-            outcome = Outcome(kind, source.randrange(len(PROMPTS)), time.monotonic())
-            try:
-                await self.ask(client, balancer.order(source), outcome)
-            finally:
-                outcome.took_s = time.monotonic() - outcome.started_s
-                self.outcomes.append(outcome)
-            await asyncio.sleep(source.uniform(0.05, 0.4))
+    async def once(self, kind: Kind, prompt: int) -> Outcome:
+        """One request, which is not counted among the load's."""
+        outcome = Outcome(kind, prompt, time.monotonic())
+        async with _client() as client:
+            await self.ask(client, list(self._urls), outcome)
+        return outcome
+
+    async def _serve(
+        self, client: httpx.AsyncClient, urls: list[str], kind: Kind, prompt: int
+    ) -> None:
+        outcome = Outcome(kind, prompt, time.monotonic())
+        try:
+            await self.ask(client, urls, outcome)
+        finally:
+            outcome.took_s = time.monotonic() - outcome.started_s
+            self.outcomes.append(outcome)
 
     async def ask(self, client: httpx.AsyncClient, urls: list[str], outcome: Outcome) -> None:
         """Sends a request to the first gateway that takes the connection."""
@@ -225,6 +243,12 @@ class Load:
                 outcome.end = End.LEFT
                 return
         outcome.end = ends[0] if len(ends) == 1 else End.TWICE if ends else End.CUT_SILENTLY
+
+
+def _client() -> httpx.AsyncClient:
+    limits = httpx.Limits(max_connections=None, max_keepalive_connections=0)
+    timeout = httpx.Timeout(SILENCE_S, connect=CONNECT_TIMEOUT_S)
+    return httpx.AsyncClient(limits=limits, timeout=timeout)
 
 
 def request_body(model: str, kind: Kind, prompt: int) -> dict[str, Any]:

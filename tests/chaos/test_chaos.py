@@ -26,7 +26,14 @@ def figures(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """The report of one run."""
     folder = tmp_path_factory.mktemp("chaos")
     command = ["unshare", "--net", "--mount", sys.executable, "-m", "tests.chaos.run"]
-    command += ["--seconds", str(SECONDS), "--report", str(folder / "report.json")]
+    command += [
+        "--seconds",
+        str(SECONDS),
+        "--calm-s",
+        "20",
+        "--report",
+        str(folder / "report.json"),
+    ]
     command += ["--folder", str(folder / "fleet")]
     subprocess.run(command, check=True, cwd=ROOT, timeout=1500)
     return json.loads((folder / "report.json").read_text())

@@ -15,7 +15,7 @@ from PIL import Image
 
 from tests.chaos import load as chaos
 from tests.chaos.load import KINDS, End, Load, Outcome
-from tests.chaos.run import agrees
+from tests.chaos.verdict import agrees
 
 CHAT = KINDS[0]
 
@@ -40,7 +40,7 @@ async def judged(status: int, body: str) -> Outcome:
 
     outcome = Outcome(CHAT, 0, time.monotonic())
     async with httpx.AsyncClient(transport=httpx.MockTransport(answer)) as client:
-        load = Load(["http://gateway"], model="m", num_clients=1, seed=0)
+        load = Load(["http://gateway"], model="m", seed=0)
         await load.ask(client, ["http://gateway"], outcome)
     return outcome
 
