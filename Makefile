@@ -82,9 +82,15 @@ bench: build ## the gateway in release, against a scripted worker
 	@cargo build --locked --release -p gateway-server --bin m3stack-gateway --examples
 	@$(BIN)/m3stack bench gateway
 
+# zig brings the C library of old systems along: the wheel runs wherever glibc is 2.28 or newer
 release: $(VENV)/.packages ## an optimised wheel and its bill of materials in dist/, the gateway in target/release/
+	@$(BIN)/python scripts/install_packages.py pyproject.toml scripts/pins.txt release
+	@rm -rf dist
 	@cargo build --locked --release -p gateway-server --bin m3stack-gateway
-	@$(BIN)/maturin build --locked --release --out dist
+	@PATH="$(abspath $(BIN)):$$PATH" maturin build --locked --release --zig \
+	  --compatibility manylinux_2_28 --out dist
+	@$(BIN)/python scripts/wheel.py check dist/*.whl
+	@$(BIN)/python scripts/wheel.py try dist/*.whl
 	@$(BIN)/python scripts/supply.py sbom dist/m3stack.cdx.json
 
 clean: ## remove what was built
