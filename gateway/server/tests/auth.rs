@@ -4,7 +4,6 @@
 
 mod support;
 
-use std::path::PathBuf;
 use std::sync::Arc;
 
 use gateway_server::keys::Role;
@@ -14,12 +13,11 @@ const USER: &str = "sk-user-0123456789";
 const ADMIN: &str = "sk-admin-0123456789";
 
 /// A file of keys that goes away with its holder.
-struct KeyFile(PathBuf);
+struct KeyFile(tempfile::TempPath);
 
 impl KeyFile {
-    fn new(name: &str) -> Self {
-        let file =
-            Self(std::env::temp_dir().join(format!("m3stack-{name}-{}", std::process::id())));
+    fn new() -> Self {
+        let file = Self(tempfile::NamedTempFile::new().unwrap().into_temp_path());
         file.write(&[("team", USER, "user"), ("ops", ADMIN, "admin")]);
         file
     }
@@ -28,13 +26,7 @@ impl KeyFile {
         let entry = |(name, key, role): &(&str, &str, &str)| {
             format!("[[keys]]\nname = \"{name}\"\nkey = \"{key}\"\nrole = \"{role}\"\n")
         };
-        std::fs::write(&self.0, keys.iter().map(entry).collect::<String>()).unwrap();
-    }
-}
-
-impl Drop for KeyFile {
-    fn drop(&mut self) {
-        let _ = std::fs::remove_file(&self.0);
+        support::replace(&self.0, &keys.iter().map(entry).collect::<String>());
     }
 }
 
@@ -61,7 +53,7 @@ async fn ask(gateway: &Gateway, path: &str, headers: &[(&str, &str)]) -> Reply {
 
 #[tokio::test]
 async fn a_request_without_a_known_key_is_refused_in_the_words_of_its_protocol() {
-    let (worker, file) = (worker(), KeyFile::new("auth-refused"));
+    let (worker, file) = (worker(), KeyFile::new());
     let gateway = before(&worker, &file, &[]).await;
     let bad: [&[(&str, &str)]; 6] = [
         &[],
@@ -102,7 +94,7 @@ async fn a_request_without_a_known_key_is_refused_in_the_words_of_its_protocol()
 
 #[tokio::test]
 async fn a_key_lets_its_tenant_ask_however_its_client_sends_it() {
-    let (worker, file) = (worker(), KeyFile::new("auth-let-in"));
+    let (worker, file) = (worker(), KeyFile::new());
     let gateway = before(&worker, &file, &[]).await;
     let bearer = format!("Bearer {USER}");
     let lower = format!("bearer {USER}");
@@ -128,7 +120,7 @@ async fn a_key_lets_its_tenant_ask_however_its_client_sends_it() {
 
 #[tokio::test]
 async fn probes_need_no_key() {
-    let (worker, file) = (worker(), KeyFile::new("auth-probes"));
+    let (worker, file) = (worker(), KeyFile::new());
     let gateway = before(&worker, &file, &[]).await;
     for path in ["/health", "/ready", "/version"] {
         assert_eq!(ask(&gateway, path, &[]).await.status, 200, "{path}");
@@ -137,7 +129,7 @@ async fn probes_need_no_key() {
 
 #[tokio::test]
 async fn only_an_admin_operates() {
-    let (worker, file) = (worker(), KeyFile::new("auth-admin"));
+    let (worker, file) = (worker(), KeyFile::new());
     let gateway = before(&worker, &file, &["--admin-listen", "127.0.0.1:0"]).await;
     let listener = tokio::net::TcpListener::bind("127.0.0.1:0").await.unwrap();
     let url = format!("http://{}", listener.local_addr().unwrap());
@@ -166,7 +158,7 @@ async fn only_an_admin_operates() {
 
 #[tokio::test]
 async fn keys_are_taken_back_and_given_while_the_gateway_runs() {
-    let (worker, file) = (worker(), KeyFile::new("auth-reload"));
+    let (worker, file) = (worker(), KeyFile::new());
     let gateway = before(&worker, &file, &[]).await;
     let keys = Arc::clone(gateway.app.keys.as_ref().unwrap());
     let fresh = "sk-fresh-0123456789";

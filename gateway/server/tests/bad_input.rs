@@ -289,6 +289,7 @@ async fn a_request_that_lives_too_long_is_504() {
             (504, json!("deadline_exceeded"))
         );
     }
-    worker.wait_until(|record| record.cancelled == 2).await;
+    // the second may be too late for the worker to see
+    worker.wait_until(|record| record.cancelled >= record.seen.len()).await;
     gateway.assert_idle().await;
 }

@@ -9,7 +9,7 @@ use std::sync::Arc;
 use gateway_core::routing::{ChainPrompt, page_keys};
 use gateway_media::{PatchLayout, PixelNorm};
 use serde_json::{Value, json};
-use support::{Act, FakeWorker, Gateway, chat_body, eventually, proto, saying, worker};
+use support::{Act, FakeWorker, Gateway, chat_body, eventually, proto, replace, saying, worker};
 
 fn workers(count: usize) -> Vec<FakeWorker> {
     let workers: Vec<_> = (0..count).map(|_| worker()).collect();
@@ -156,7 +156,8 @@ async fn a_worker_that_accepts_and_makes_no_step_gets_nothing_new_until_it_does(
 #[tokio::test]
 async fn no_number_of_bad_requests_takes_a_worker_out_but_failures_do() {
     let workers = workers(1);
-    let gateway = before(&workers, &["--set", "breaker_pause_s=1"]).await;
+    // no pause ends while this looks
+    let gateway = before(&workers, &["--set", "breaker_pause_s=600"]).await;
     workers[0].set_acts(vec![Act::Fail(proto::ErrorKind::ContextTooLong, "too long")]);
     for _ in 0..20 {
         assert_eq!(gateway.chat(json!({})).await.status, 400);
@@ -164,15 +165,28 @@ async fn no_number_of_bad_requests_takes_a_worker_out_but_failures_do() {
     workers[0].set_acts(saying("ok"));
     assert_eq!(gateway.chat(json!({})).await.status, 200);
 
-    workers[0].set_acts(vec![Act::Fail(proto::ErrorKind::Internal, "crashed")]);
-    for _ in 0..5 {
-        assert_eq!(gateway.chat(json!({})).await.status, 500);
-    }
+    fail_often(&workers[0], &gateway).await;
     let left_alone = gateway.chat(json!({})).await;
     assert_eq!(left_alone.status, 503);
     assert!(left_alone.message().contains("left alone"), "{}", left_alone.text);
     assert!(left_alone.headers.contains_key("retry-after"));
     assert_eq!(gateway.app.workers.count().broken, 1);
+    gateway.assert_idle().await;
+}
+
+/// Fails as many requests in a row as it takes to be left alone.
+async fn fail_often(worker: &FakeWorker, gateway: &Gateway) {
+    worker.set_acts(vec![Act::Fail(proto::ErrorKind::Internal, "crashed")]);
+    for _ in 0..5 {
+        assert_eq!(gateway.chat(json!({})).await.status, 500);
+    }
+}
+
+#[tokio::test]
+async fn a_worker_that_failed_is_tried_again_after_a_pause() {
+    let workers = workers(1);
+    let gateway = before(&workers, &["--set", "breaker_pause_s=1"]).await;
+    fail_often(&workers[0], &gateway).await;
 
     workers[0].set_acts(saying("ok"));
     let app = Arc::clone(&gateway.app);
@@ -211,12 +225,12 @@ async fn a_fleet_with_too_much_to_do_sends_requests_away_and_says_for_how_long()
 
 #[tokio::test]
 async fn what_a_tenant_may_have_is_held_to_and_given_back() {
-    let file = std::env::temp_dir().join(format!("m3stack-limits-{}.toml", std::process::id()));
+    let file = tempfile::NamedTempFile::new().unwrap().into_temp_path();
     std::fs::write(&file, "[default]\nmax_concurrent_requests = 1\ntokens_per_minute = 600\n")
         .unwrap();
     let workers = workers(1);
     let gateway = before(&workers, &["--tenant-limits", file.to_str().unwrap()]).await;
-    std::fs::remove_file(&file).unwrap();
+    drop(file);
     workers[0].set_acts(vec![Act::Start, Act::Hang]);
     let body = chat_body(json!({"stream": true})).to_string();
     let url = format!("{}/v1/chat/completions", gateway.url);
@@ -235,7 +249,7 @@ async fn what_a_tenant_may_have_is_held_to_and_given_back() {
 
     // a prompt longer than the minute's tokens is served, and then paid off
     workers[0].set_acts(saying("ok"));
-    let debt = "words ".repeat(700);
+    let debt = "words ".repeat(7000);
     let messages = json!({"messages": [{"role": "user", "content": debt}]});
     assert_eq!(gateway.chat(messages).await.status, 200);
     let third = gateway.chat(json!({})).await;
@@ -247,10 +261,10 @@ async fn what_a_tenant_may_have_is_held_to_and_given_back() {
 
 #[tokio::test]
 async fn the_list_of_workers_is_read_again_when_its_file_changes() {
-    let file = std::env::temp_dir().join(format!("m3stack-workers-{}", std::process::id()));
+    let file = tempfile::NamedTempFile::new().unwrap().into_temp_path();
     let workers = workers(2);
     let write = |worker: &FakeWorker| {
-        std::fs::write(&file, format!("# one\n{}\n", worker.address)).unwrap();
+        replace(&file, &format!("# one\n{}\n", worker.address));
     };
     write(&workers[0]);
     let source = format!("file://{}", file.display());
@@ -276,9 +290,9 @@ async fn the_list_of_workers_is_read_again_when_its_file_changes() {
     workers[0].wait_until(|record| record.cancelled == 1).await;
 
     // a file that is broken for a while takes nobody away
-    std::fs::write(&file, "not an address\n").unwrap();
+    replace(&file, "not an address\n");
     gateway.app.discovery.refresh();
-    std::fs::remove_file(&file).unwrap();
+    file.close().unwrap();
     gateway.app.discovery.refresh();
     assert_eq!(gateway.chat(json!({})).await.status, 200);
     gateway.assert_idle().await;

@@ -253,6 +253,8 @@ async fn a_fleet_without_one_that_answers_is_not_ready_and_says_why() {
 async fn nobody_waits_for_a_helper_that_makes_no_step() {
     let fleet = fleet();
     fleet.prefill.set_acts(vec![Act::Start, Act::Hang]);
+    let list = [&fleet.prefill, &fleet.decode];
+    let gateway = Gateway::start(&list, &["--set", "worker_stall_s=1"]).await;
     // busy, and the count of its steps stands still
     fleet.prefill.set_load(proto::Load {
         running_requests: 1,
@@ -260,8 +262,6 @@ async fn nobody_waits_for_a_helper_that_makes_no_step() {
         total_pages: 100,
         ..Default::default()
     });
-    let list = [&fleet.prefill, &fleet.decode];
-    let gateway = Gateway::start(&list, &["--set", "worker_stall_s=1"]).await;
     let reply = gateway.chat(long_chat()).await;
     assert_eq!(reply.status, 200, "{}", reply.text);
     assert_eq!(address(only(&fleet.decode).pages_source), None);

@@ -50,6 +50,8 @@ pub struct Record {
     pub cancelled: usize,
     /// Calls that ran to their end.
     pub ended: usize,
+    /// Calls of `Watch`.
+    pub watched: usize,
 }
 
 struct Inner {
@@ -68,6 +70,8 @@ struct Told {
     load: proto::Load,
     /// News of its pages, numbered.
     cache: (u64, Option<proto::CacheEvents>),
+    /// Nothing comes between changes.
+    is_taciturn: bool,
 }
 
 /// A worker on its own runtime; dropping it is `kill -9`.
@@ -106,7 +110,7 @@ impl FakeWorker {
         let address = listener.local_addr().unwrap();
         let load = proto::Load { total_pages: 100, ..proto::Load::default() };
         let state = proto::WorkerState::Ready;
-        let (told, follow) = watch::channel(Told { state, load, cache: (0, None) });
+        let (told, follow) = watch::channel(Told { state, load, cache: (0, None), is_taciturn: false });
         let inner = Arc::new(Inner {
             identity: Mutex::new(identity(facts, fingerprint)),
             script: Mutex::new(Arc::new(|_| vec![Act::Start, Act::Stop])),
@@ -150,6 +154,11 @@ impl FakeWorker {
         self.set_script(move |_| acts.clone());
     }
 
+    /// Says nothing any more but what is new.
+    pub fn fall_silent(&self) {
+        self.told.send_modify(|told| told.is_taciturn = true);
+    }
+
     /// Says from the next `Watch` on what it does.
     pub fn set_role(&self, role: proto::WorkerRole) {
         self.inner.identity.lock().unwrap().role = role.into();
@@ -183,9 +192,7 @@ impl FakeWorker {
                 notified.await;
             }
         };
-        tokio::time::timeout(std::time::Duration::from_secs(20), waiting)
-            .await
-            .expect("the worker never saw it");
+        tokio::time::timeout(super::PATIENCE, waiting).await.expect("the worker never saw it");
     }
 
     /// Ends it as a crash would: every connection breaks at once.
@@ -237,13 +244,15 @@ impl WorkerService for Service {
         _request: Request<proto::WatchRequest>,
     ) -> Result<Response<Self::WatchStream>, Status> {
         let inner = Arc::clone(&self.0);
+        inner.record.lock().unwrap().watched += 1;
+        inner.changed.notify_waiters();
         let (sender, receiver) = mpsc::channel(4);
         tokio::spawn(async move {
             let mut follow = inner.told.clone();
             let mut identity = Some(inner.identity.lock().unwrap().clone());
             let mut num_news = 0;
             loop {
-                let Told { state, load, cache } = follow.borrow_and_update().clone();
+                let Told { state, load, cache, is_taciturn } = follow.borrow_and_update().clone();
                 let is_news = std::mem::replace(&mut num_news, cache.0) != cache.0;
                 let message = proto::WatchResponse {
                     identity: identity.take(),
@@ -255,7 +264,7 @@ impl WorkerService for Service {
                     return;
                 }
                 let pulse = tokio::time::sleep(std::time::Duration::from_millis(500));
-                tokio::select! { _ = follow.changed() => {}, () = pulse => {} }
+                tokio::select! { _ = follow.changed() => {}, () = pulse, if !is_taciturn => {} }
             }
         });
         Ok(Response::new(tokio_stream::wrappers::ReceiverStream::new(receiver).boxed()))

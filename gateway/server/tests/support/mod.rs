@@ -23,7 +23,8 @@ pub use script::Act;
 
 /// Name under which the tests serve the model.
 pub const MODEL: &str = "tiny-m3";
-const PATIENCE: Duration = Duration::from_secs(20);
+/// How long a test waits for what must happen: long enough for a machine that does much else.
+pub const PATIENCE: Duration = Duration::from_secs(100);
 
 /// The built-in tiny checkpoint.
 pub fn checkpoint() -> PathBuf {
@@ -213,6 +214,13 @@ pub fn config(addresses: &[String], flags: &[&str]) -> GatewayConfig {
     ];
     arguments.extend(flags);
     GatewayConfig::from_arguments(arguments).unwrap()
+}
+
+/// Changes a whole file at once, so that whoever follows it never reads half.
+pub fn replace(path: &std::path::Path, text: &str) {
+    let new = tempfile::NamedTempFile::new_in(path.parent().unwrap()).unwrap();
+    std::fs::write(&new, text).unwrap();
+    new.persist(path).unwrap();
 }
 
 /// A small chat request with these fields set.
