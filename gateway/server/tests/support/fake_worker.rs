@@ -110,7 +110,8 @@ impl FakeWorker {
         let address = listener.local_addr().unwrap();
         let load = proto::Load { total_pages: 100, ..proto::Load::default() };
         let state = proto::WorkerState::Ready;
-        let (told, follow) = watch::channel(Told { state, load, cache: (0, None), is_taciturn: false });
+        let (told, follow) =
+            watch::channel(Told { state, load, cache: (0, None), is_taciturn: false });
         let inner = Arc::new(Inner {
             identity: Mutex::new(identity(facts, fingerprint)),
             script: Mutex::new(Arc::new(|_| vec![Act::Start, Act::Stop])),
