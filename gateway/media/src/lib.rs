@@ -6,6 +6,7 @@
 pub mod decode;
 pub mod error;
 pub mod hash;
+pub mod mp4;
 pub mod patchify;
 pub mod picture;
 pub mod resize;

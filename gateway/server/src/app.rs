@@ -150,7 +150,7 @@ impl App {
         Ok(Arc::new(Self {
             limits: limits(&config, &model),
             max_context_tokens,
-            media: Arc::new(MediaLoader::new(&config.media, Arc::clone(&metrics))),
+            media: Arc::new(MediaLoader::new(&config.media, Arc::clone(&metrics))?),
             discovery: Discovery::start(&config.workers, &workers).map_err(StartError::Workers)?,
             workers,
             tls,

@@ -8,6 +8,7 @@ mod fetch;
 mod fetch_cache;
 pub mod ffmpeg;
 mod limits;
+mod priority;
 mod resizers;
 mod send;
 mod source;
@@ -97,7 +98,10 @@ impl PlannedMedia {
 
 impl MediaLoader {
     /// A loader with these bounds; FFmpeg is looked for in the directories of `PATH`.
-    pub fn new(config: &MediaConfig, metrics: Arc<Metrics>) -> Self {
+    ///
+    /// # Errors
+    /// What the system said about threads for pixels.
+    pub fn new(config: &MediaConfig, metrics: Arc<Metrics>) -> std::io::Result<Self> {
         let policy = AddressPolicy {
             allow_private: config.allow_private,
             allowed_hosts: config.allowed_hosts.clone(),
@@ -114,10 +118,10 @@ impl MediaLoader {
         let (facts, fetched) = (config.cache_bytes / 16, config.cache_bytes / 16 * 7);
         let patches = config.cache_bytes - facts - fetched;
         let stored = ByteCache::new(CacheClass::Fetched, fetched, Arc::clone(&metrics));
-        Self {
+        Ok(Self {
             fetcher: Fetcher::new(policy, config.max_bytes, config.timeout, stored),
             ffmpeg: Ffmpeg::find(search_path.as_deref(), ffmpeg_limits, Arc::clone(&metrics)),
-            rooms: WorkRooms::new(config.threads, config.work_bytes),
+            rooms: WorkRooms::new(config.threads, config.work_bytes)?,
             facts: ByteCache::new(CacheClass::Facts, facts, Arc::clone(&metrics)),
             patches: ByteCache::new(CacheClass::Patches, patches, Arc::clone(&metrics)),
             turns: Turns::default(),
@@ -126,7 +130,7 @@ impl MediaLoader {
             timeout: config.timeout,
             limits: config.limits,
             metrics,
-        }
+        })
     }
 
     /// Why clips cannot be read here, if they cannot.

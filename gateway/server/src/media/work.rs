@@ -2,7 +2,10 @@
 
 use std::sync::{Arc, Weak};
 
+use tokio::runtime::Runtime;
+
 use super::fair::{FairQueue, Flow, Place};
+use super::priority;
 use crate::error::GatewayError;
 
 /// What pixel work may use at one time.
@@ -10,6 +13,8 @@ use crate::error::GatewayError;
 pub struct WorkRooms {
     threads: Arc<FairQueue>,
     memory: Arc<FairQueue>,
+    /// Only its blocking threads are used, all of low priority; taken when it is dropped.
+    pool: Option<Runtime>,
 }
 
 /// What one request has used so far, at each queue.
@@ -39,8 +44,20 @@ impl Watch {
 
 impl WorkRooms {
     /// At most so many threads and bytes of working memory.
-    pub fn new(threads: u32, bytes: u64) -> Self {
-        Self { threads: FairQueue::new(u64::from(threads)), memory: FairQueue::new(bytes) }
+    ///
+    /// # Errors
+    /// What the system said about the threads.
+    pub fn new(threads: u32, bytes: u64) -> std::io::Result<Self> {
+        let pool = tokio::runtime::Builder::new_current_thread()
+            .thread_name("pixels")
+            .max_blocking_threads(threads.max(1) as usize)
+            .on_thread_start(priority::lower)
+            .build()?;
+        Ok(Self {
+            threads: FairQueue::new(u64::from(threads)),
+            memory: FairQueue::new(bytes),
+            pool: Some(pool),
+        })
     }
 
     /// Memory for one item's decoding; a larger item than there is memory has it all.
@@ -59,9 +76,10 @@ impl WorkRooms {
         F: FnOnce(&Watch) -> T + Send + 'static,
     {
         let place = self.threads.enter(&share.threads, 1, cost).await;
+        let pool = self.pool.as_ref().ok_or_else(|| GatewayError::internal("no pixel threads"))?;
         let waiting = Arc::new(());
         let watch = Watch(Arc::downgrade(&waiting));
-        let running = tokio::task::spawn_blocking(move || {
+        let running = pool.spawn_blocking(move || {
             let outcome = work(&watch);
             drop(place);
             outcome
@@ -72,6 +90,15 @@ impl WorkRooms {
     }
 }
 
+impl Drop for WorkRooms {
+    fn drop(&mut self) {
+        // not waited for: it may be dropped where nothing may wait
+        if let Some(pool) = self.pool.take() {
+            pool.shutdown_background();
+        }
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -79,7 +106,7 @@ mod tests {
 
     #[tokio::test]
     async fn a_panic_is_an_internal_error_and_frees_its_place() {
-        let rooms = WorkRooms::new(1, 1);
+        let rooms = WorkRooms::new(1, 1).unwrap();
         let share = Share::default();
         let refused = rooms.run(&share, 1, |_| panic!("on purpose")).await.map(|(): ()| ());
         assert_eq!(refused.unwrap_err().kind, ErrorKind::Internal);
@@ -87,8 +114,24 @@ mod tests {
     }
 
     #[tokio::test]
+    async fn pixel_threads_step_back_and_all_others_stay() {
+        let nice = || {
+            let stat = std::fs::read_to_string("/proc/thread-self/stat").unwrap();
+            let after_name = stat.rsplit_once(") ").unwrap().1;
+            // the 19th field of the line, 17th after the name
+            after_name.split(' ').nth(16).unwrap().parse::<i32>().unwrap()
+        };
+        let before = nice();
+        let rooms = WorkRooms::new(1, 1).unwrap();
+        let inside = rooms.run(&Share::default(), 1, move |_| nice()).await.unwrap();
+        assert!(inside > before, "{inside}");
+        assert_eq!(nice(), before);
+        assert_eq!(tokio::task::spawn_blocking(nice).await.unwrap(), before);
+    }
+
+    #[tokio::test]
     async fn work_learns_that_nobody_waits_for_it() {
-        let rooms = WorkRooms::new(1, 1);
+        let rooms = WorkRooms::new(1, 1).unwrap();
         let share = Share::default();
         let (tell, told) = std::sync::mpsc::channel::<()>();
         let (report, reported) = tokio::sync::oneshot::channel();

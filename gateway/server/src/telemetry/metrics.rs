@@ -5,6 +5,7 @@ mod vllm;
 use std::time::Duration;
 
 use super::caches::{CacheClass, CacheCounts};
+use super::clips::ClipCounts;
 use super::exposition::{Counter, Gauge, Histogram, Page};
 use super::routing::{Fleet, RoutingCounts};
 use crate::error::ErrorKind;
@@ -108,7 +109,7 @@ pub struct Metrics {
     media_source_bytes: Box<[Counter]>,
     media_patch_bytes: Box<[Counter]>,
     media_items: Box<[Counter]>,
-    video_processes: Gauge,
+    pub(super) clips: ClipCounts,
     media_caches: CacheCounts,
     routing: RoutingCounts,
 }
@@ -139,7 +140,7 @@ impl Default for Metrics {
             media_source_bytes: counters(media),
             media_patch_bytes: counters(media),
             media_items: counters(media * SHIPMENTS.len()),
-            video_processes: Gauge::default(),
+            clips: ClipCounts::default(),
             media_caches: CacheCounts::default(),
             routing: RoutingCounts::default(),
         }
@@ -210,16 +211,6 @@ impl Metrics {
     /// One item was not sent because the worker still held it.
     pub fn media_held(&self, class: MediaClass) {
         self.media_items[class as usize * SHIPMENTS.len() + 1].add(1);
-    }
-
-    /// An FFmpeg process has started (+1) or ended (-1).
-    pub fn video_processes(&self, change: i64) {
-        self.video_processes.add(change);
-    }
-
-    /// FFmpeg processes alive now.
-    pub fn video_processes_now(&self) -> i64 {
-        self.video_processes.value()
     }
 
     /// A look into a media cache.
@@ -370,9 +361,7 @@ impl Metrics {
                 page.sample(name, &format!("kind=\"{media_label}\",outcome=\"{outcome}\""), count);
             }
         }
-        let name = "m3stack_gateway_video_processes";
-        page.head(name, "gauge", "FFmpeg processes alive.");
-        page.sample(name, "", self.video_processes.value());
+        self.clips.write(page);
         self.media_caches.write(page);
     }
 }

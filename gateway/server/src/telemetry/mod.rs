@@ -1,6 +1,7 @@
 //! What the gateway tells its operators: log lines here, numbers in `metrics`, `traces`.
 
 mod caches;
+mod clips;
 mod exposition;
 mod metrics;
 mod routing;

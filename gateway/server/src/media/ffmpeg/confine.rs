@@ -11,9 +11,11 @@ use std::process::{ExitStatus, Stdio};
 use std::sync::Arc;
 use std::time::Duration;
 
+use gateway_media::mp4::ReadAt;
 use tokio::process::{Child, ChildStdout, Command};
 
 use crate::media::fair::Place;
+use crate::media::priority;
 use crate::telemetry::Metrics;
 
 /// Address space: decoders of 8K clips stay below it, a bomb does not pass it.
@@ -21,16 +23,17 @@ const MAX_ADDRESS_BYTES: u64 = 4 << 30;
 const MAX_DESCRIPTORS: u64 = 64;
 /// Largest file a child may write; only its messages go to a file.
 const MAX_MESSAGE_BYTES: u64 = 64 << 10;
-/// Requests for text come first.
-const NICENESS: i32 = 5;
 /// Larger than the default, so that a frame needs fewer wake-ups.
 const PIPE_BYTES: i32 = 1 << 20;
 /// Messages kept for the log.
 const LOGGED_BYTES: u64 = 2048;
 
 /// A clip in an anonymous, sealed memory file.
-#[derive(Debug)]
-pub struct MemoryFile(File);
+#[derive(Clone, Debug)]
+pub struct MemoryFile {
+    file: Arc<File>,
+    length: u64,
+}
 
 impl MemoryFile {
     /// Copies the bytes into a memory file that nobody can change afterwards.
@@ -38,39 +41,42 @@ impl MemoryFile {
     /// # Errors
     /// What the system said.
     pub fn new(bytes: &[u8]) -> std::io::Result<Self> {
+        Self::written(|file| file.write_all(bytes))
+    }
+
+    /// A memory file that this writes, and nobody can change afterwards.
+    ///
+    /// # Errors
+    /// What the system or the writer said.
+    pub(super) fn written(
+        write: impl FnOnce(&mut File) -> std::io::Result<()>,
+    ) -> std::io::Result<Self> {
         let mut file = anonymous_file(libc::MFD_CLOEXEC | libc::MFD_ALLOW_SEALING)?;
-        file.write_all(bytes)?;
+        write(&mut file)?;
         let seals =
             libc::F_SEAL_WRITE | libc::F_SEAL_GROW | libc::F_SEAL_SHRINK | libc::F_SEAL_SEAL;
         // SAFETY: the descriptor is open and owned by `file`; fcntl changes no memory of ours.
         if unsafe { libc::fcntl(file.as_raw_fd(), libc::F_ADD_SEALS, seals) } != 0 {
             return Err(std::io::Error::last_os_error());
         }
-        Ok(Self(file))
-    }
-
-    /// Its bytes from `place` on.
-    pub(super) fn at(&self, place: u64) -> impl Read {
-        FromPlace { file: &self.0, place }
+        let length = file.metadata()?.len();
+        Ok(Self { file: Arc::new(file), length })
     }
 
     /// The path under which a child that was given this file finds it.
     pub fn path_in_child(&self) -> String {
-        format!("/proc/self/fd/{}", self.0.as_raw_fd())
+        format!("/proc/self/fd/{}", self.file.as_raw_fd())
     }
 }
 
 /// Reads without moving anyone else's place in the file.
-struct FromPlace<'a> {
-    file: &'a File,
-    place: u64,
-}
+impl ReadAt for MemoryFile {
+    fn length(&self) -> u64 {
+        self.length
+    }
 
-impl Read for FromPlace<'_> {
-    fn read(&mut self, buffer: &mut [u8]) -> std::io::Result<usize> {
-        let count = self.file.read_at(buffer, self.place)?;
-        self.place += count as u64;
-        Ok(count)
+    fn read_at(&self, place: u64, buffer: &mut [u8]) -> std::io::Result<()> {
+        self.file.read_exact_at(buffer, place)
     }
 }
 
@@ -99,8 +105,8 @@ pub(super) struct Confined {
 pub(super) struct Launch<'a> {
     pub(super) program: &'a Path,
     pub(super) arguments: &'a [String],
-    /// Files that it finds under the names they have here.
-    pub(super) inputs: [Option<&'a MemoryFile>; 2],
+    /// A file that it finds under the name it has here.
+    pub(super) input: Option<&'a MemoryFile>,
     /// Processor time, over all threads.
     pub(super) cpu_time: Duration,
 }
@@ -126,11 +132,11 @@ impl Confined {
             .stderr(messages.try_clone()?)
             .process_group(0)
             .kill_on_drop(true);
-        let inputs = launch.inputs.map(|file| file.map(|file| file.0.as_raw_fd()));
+        let input = launch.input.map(|input| input.file.as_raw_fd());
         let cpu_seconds = launch.cpu_time.as_secs().max(1);
         // SAFETY: between fork and exec `confine` only makes async-signal-safe system calls.
         unsafe {
-            command.pre_exec(move || confine(inputs, cpu_seconds));
+            command.pre_exec(move || confine(input, cpu_seconds));
         }
         let child = command.spawn()?;
         metrics.video_processes(1);
@@ -202,7 +208,7 @@ fn wait_for_death(id: libc::pid_t) {
 }
 
 /// Runs in the child before it becomes FFmpeg.
-fn confine(inputs: [Option<RawFd>; 2], cpu_seconds: u64) -> std::io::Result<()> {
+fn confine(input: Option<RawFd>, cpu_seconds: u64) -> std::io::Result<()> {
     let limits = [
         (libc::RLIMIT_AS, MAX_ADDRESS_BYTES),
         (libc::RLIMIT_CPU, cpu_seconds),
@@ -220,11 +226,11 @@ fn confine(inputs: [Option<RawFd>; 2], cpu_seconds: u64) -> std::io::Result<()> 
     unsafe {
         libc::signal(libc::SIGXFSZ, libc::SIG_IGN);
         check(libc::prctl(libc::PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0))?;
-        libc::setpriority(libc::PRIO_PROCESS, 0, NICENESS);
-        for input in inputs.into_iter().flatten() {
+        if let Some(input) = input {
             check(libc::fcntl(input, libc::F_SETFD, 0))?;
         }
     }
+    priority::lower();
     Ok(())
 }
 

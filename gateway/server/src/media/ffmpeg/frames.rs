@@ -1,6 +1,7 @@
 //! Chosen frames of a clip, one after the other, as FFmpeg writes them.
 
 use std::collections::VecDeque;
+use std::sync::Arc;
 use std::time::Duration;
 
 use gateway_media::RgbFrame;
@@ -8,13 +9,12 @@ use tokio::io::AsyncReadExt;
 use tokio::process::ChildStdout;
 
 use super::confine::{Confined, MemoryFile};
-use super::joined::{self, Joined};
-use super::segments::{self, Segment};
+use super::segments::{self, SeekTable, Segment, Way};
 use super::select;
+use super::tables::{ClipExcerpt, Tables, Wanted};
 use super::{ClipProbe, FORMATS, Ffmpeg, START_PIXELS, rejected, strings, too_slow};
 use crate::error::GatewayError;
 use crate::media::fair::Flow;
-use crate::media::source::memory_failure;
 
 /// Conversion to RGB that gives the same bytes on every processor.
 const EXACT: &str = "bicubic+accurate_rnd+full_chroma_int+bitexact";
@@ -36,15 +36,10 @@ pub(super) struct Job<'a> {
 pub struct FrameStream<'a> {
     job: Job<'a>,
     segments: VecDeque<Segment>,
+    /// Read when the first excerpt is made.
+    tables: Option<Arc<Tables>>,
     running: Option<Running>,
     given: usize,
-}
-
-/// What a child opens.
-#[derive(Clone, Copy)]
-enum Input<'a> {
-    Clip,
-    List(&'a MemoryFile),
 }
 
 /// A child that decodes one segment.
@@ -59,7 +54,7 @@ struct Running {
 impl<'a> FrameStream<'a> {
     pub(super) fn new(job: Job<'a>) -> Self {
         let segments = segments::plan(job.probe, job.frames).into();
-        Self { job, segments, running: None, given: 0 }
+        Self { job, segments, tables: None, running: None, given: 0 }
     }
 
     /// The next frame, upright; `None` after the last one asked for.
@@ -72,7 +67,12 @@ impl<'a> FrameStream<'a> {
                 // its place first: the next child may need it
                 self.running = None;
                 let Some(segment) = self.segments.pop_front() else { break };
-                self.running = Some(self.job.start(segment).await?);
+                let excerpt = self.excerpt(&segment).await?;
+                if excerpt.is_none() && segment.way == Way::Excerpt {
+                    self.decode_the_rest("an excerpt cannot be written");
+                    continue;
+                }
+                self.running = Some(self.job.start(segment, excerpt).await?);
             }
             let Some(run) = &mut self.running else { break };
             let size = self.job.probe.info.size;
@@ -89,7 +89,10 @@ impl<'a> FrameStream<'a> {
                     }
                     return Ok(Some(RgbFrame { size, pixels }));
                 }
-                Ok(Err(_)) if run.segment.is_seek => self.decode_the_rest(),
+                Ok(Err(_)) if run.segment.way != Way::Counted => {
+                    let messages = run.child.messages();
+                    self.decode_the_rest(&messages);
+                }
                 Ok(Err(_)) => return Err(self.cut_short()),
             }
         }
@@ -108,11 +111,29 @@ impl<'a> FrameStream<'a> {
         &mut self.segments
     }
 
+    /// The file of the samples that a segment needs, if it is decoded that way and can be.
+    async fn excerpt(&mut self, segment: &Segment) -> Result<Option<ClipExcerpt>, GatewayError> {
+        let Some(table) = self.job.probe.seek.as_ref().filter(|_| segment.way == Way::Excerpt)
+        else {
+            return Ok(None);
+        };
+        if self.tables.is_none() {
+            self.tables = Tables::read(self.job.clip).await?;
+        }
+        let wanted = wanted(table, segment, self.job.frames);
+        match self.tables.as_ref().zip(wanted) {
+            Some((tables, wanted)) => tables.excerpt(self.job.clip, wanted).await,
+            None => Ok(None),
+        }
+    }
+
     /// The index led astray: what was given is right, the rest is counted from the beginning.
-    fn decode_the_rest(&mut self) {
-        let picks = self.given..self.job.frames.len();
-        let decoded = self.job.frames[picks.clone()].last().map_or(0, |last| last + 1);
-        self.segments = VecDeque::from([Segment::whole(picks, decoded)]);
+    fn decode_the_rest(&mut self, reason: &str) {
+        let (given, chosen) = (self.given, self.job.frames.len());
+        tracing::warn!(given, chosen, reason, "a clip is decoded again from its beginning");
+        self.job.ffmpeg.metrics.clip_decoded_again();
+        let decoded = self.job.frames[given..].last().map_or(0, |last| last + 1);
+        self.segments = VecDeque::from([Segment::whole(given..chosen, decoded)]);
         self.running = None;
     }
 
@@ -127,62 +148,59 @@ impl<'a> FrameStream<'a> {
 }
 
 impl Job<'_> {
-    async fn start(&self, segment: Segment) -> Result<Running, GatewayError> {
+    async fn start(
+        &self,
+        segment: Segment,
+        excerpt: Option<ClipExcerpt>,
+    ) -> Result<Running, GatewayError> {
         let program = &self.ffmpeg.programs()?.ffmpeg;
-        let joined = self.joined(&segment);
-        let list = joined.as_ref().map(|joined| MemoryFile::new(joined.list.as_bytes()));
-        let list = list.transpose().map_err(|error| memory_failure(&error))?;
-        let input = match &list {
-            Some(list) => Input::List(list),
-            None => Input::Clip,
-        };
-        let arguments = self.arguments(&segment, input, joined.as_ref());
-        let inputs = [Some(self.clip), list.as_ref()];
+        let input = excerpt.as_ref().map_or(self.clip, |excerpt| &excerpt.file);
+        let stamps = self.stamps(&segment, excerpt.as_ref());
+        let arguments = self.arguments(&segment, input, stamps.as_deref());
         let cost = START_PIXELS + segment.decoded.saturating_mul(self.probe.coded.pixels());
         let turn = (self.flow, cost);
-        let mut child = self.ffmpeg.start(program, &arguments, inputs, turn).await?;
+        let mut child = self.ffmpeg.start(program, &arguments, Some(input), turn).await?;
         let output = child
             .take_output()
             .ok_or_else(|| GatewayError::internal("the child's output was already taken"))?;
         Ok(Running { child, output, segment, patience: self.ffmpeg.limits.timeout })
     }
 
-    /// The list to play instead of the clip, for a segment of several stretches.
-    fn joined(&self, segment: &Segment) -> Option<Joined> {
-        let table = self.probe.seek.as_ref()?;
-        Joined::new(table, segment, self.frames, &self.clip.path_in_child())
+    /// When the picks of a segment are shown, in ticks of what is decoded, unless they are counted.
+    fn stamps(&self, segment: &Segment, excerpt: Option<&ClipExcerpt>) -> Option<Vec<i64>> {
+        if let Some(excerpt) = excerpt {
+            return Some(excerpt.stamps.clone());
+        }
+        let table = self.probe.seek.as_ref().filter(|_| segment.way == Way::Sought)?;
+        let frames = &self.frames[segment.picks.clone()];
+        Some(frames.iter().map(|frame| table.stamps[*frame as usize]).collect())
     }
 
     /// One argument vector, written by us alone.
     fn arguments(
         &self,
         segment: &Segment,
-        input: Input<'_>,
-        joined: Option<&Joined>,
+        input: &MemoryFile,
+        stamps: Option<&[i64]>,
     ) -> Vec<String> {
         let threads = self.ffmpeg.threads.to_string();
+        // frames as coded are padded
+        let max_pixels = self.ffmpeg.limits.max_frame_pixels.saturating_mul(5) / 4;
         let mut arguments = strings(&["-nostdin", "-hide_banner", "-loglevel", "error"]);
         arguments.extend(strings(&["-threads", &threads, "-protocol_whitelist", "file"]));
-        arguments.extend(strings(&["-noautorotate"]));
+        arguments.extend(strings(&["-max_pixels", &max_pixels.to_string(), "-noautorotate"]));
+        arguments.extend(strings(&["-format_whitelist", FORMATS]));
         // stamps stay as in the file: by them, not by counting, frames are told apart
-        let path = match input {
-            Input::List(list) => {
-                let formats = format!("{FORMATS},concat");
-                arguments.extend(strings(&["-copyts", "-format_whitelist", &formats]));
-                arguments.extend(strings(&["-f", "concat", "-safe", "0"]));
-                list.path_in_child()
-            }
-            Input::Clip => {
-                arguments.extend(strings(&["-format_whitelist", FORMATS]));
-                if let Some(seconds) = self.seek_seconds(segment) {
-                    arguments.extend(strings(&["-copyts", "-seek_timestamp", "1"]));
-                    arguments.extend(strings(&["-noaccurate_seek", "-ss", &seconds]));
-                }
-                self.clip.path_in_child()
-            }
-        };
-        let filter = self.filter(segment, joined);
-        arguments.extend(strings(&["-i", &path, "-map", "0:V:0", "-an", "-sn", "-dn"]));
+        if stamps.is_some() {
+            arguments.push("-copyts".to_owned());
+        }
+        if let Some(seconds) = self.seek_seconds(segment) {
+            arguments.extend(strings(&["-seek_timestamp", "1", "-noaccurate_seek"]));
+            arguments.extend(strings(&["-ss", &seconds]));
+        }
+        let filter = self.filter(segment, stamps);
+        arguments.extend(strings(&["-i", &input.path_in_child(), "-map", "0:V:0"]));
+        arguments.extend(strings(&["-an", "-sn", "-dn"]));
         let sync = if self.has_fps_mode { "-fps_mode" } else { "-vsync" };
         let count = segment.picks.len().to_string();
         arguments.extend(strings(&["-vf", &filter, sync, "passthrough", "-frames:v", &count]));
@@ -193,22 +211,15 @@ impl Job<'_> {
     /// When the first pick of a segment is shown, as FFmpeg reads it, rounded up: a key frame at
     /// that very time must not be missed.
     fn seek_seconds(&self, segment: &Segment) -> Option<String> {
-        let table = self.probe.seek.as_ref().filter(|_| segment.is_seek)?;
-        Some(joined::seconds(table.micros(self.frames[segment.picks.start] as usize)))
+        let table = self.probe.seek.as_ref().filter(|_| segment.way == Way::Sought)?;
+        Some(seconds(table.micros(self.frames[segment.picks.start] as usize)))
     }
 
     /// The filter graph: choose, convert at the size the container promised, turn upright.
-    fn filter(&self, segment: &Segment, joined: Option<&Joined>) -> String {
-        let frames = &self.frames[segment.picks.clone()];
-        let table = self.probe.seek.as_ref().filter(|_| segment.is_seek);
-        let chosen = match (joined, table) {
-            (Some(joined), _) => select::by_stamp(&joined.stamps),
-            (None, Some(table)) => {
-                let stamps: Vec<i64> =
-                    frames.iter().map(|frame| table.stamps[*frame as usize]).collect();
-                select::by_stamp(&stamps)
-            }
-            (None, None) => select::by_number(frames),
+    fn filter(&self, segment: &Segment, stamps: Option<&[i64]>) -> String {
+        let chosen = match stamps {
+            Some(stamps) => select::by_stamp(stamps),
+            None => select::by_number(&self.frames[segment.picks.clone()]),
         };
         let (width, height) = (self.probe.coded.width, self.probe.coded.height);
         let turn = self.probe.turn;
@@ -216,4 +227,23 @@ impl Job<'_> {
         // scaling changes nothing unless the stream changes its size, and then keeps ours
         format!("select='{chosen}',scale={width}:{height}:flags={EXACT},format=rgb24{turn}")
     }
+}
+
+/// The samples that a segment's picks need, and those of the picks.
+fn wanted(table: &SeekTable, segment: &Segment, frames: &[u64]) -> Option<Wanted> {
+    let starts = [segment.picks.start].into_iter().chain(segment.stretches.iter().copied());
+    let ends = segment.stretches.iter().copied().chain([segment.picks.end]);
+    let parts: Option<Vec<_>> = starts
+        .zip(ends)
+        .map(|(start, end)| table.needed(frames.get(start..end)?, start == 0))
+        .collect();
+    let picks = frames.get(segment.picks.clone())?.iter();
+    Some(Wanted { parts: parts?, picks: picks.map(|frame| table.place(*frame as usize)).collect() })
+}
+
+/// Microseconds as FFmpeg reads them.
+fn seconds(micros: i64) -> String {
+    let sign = if micros < 0 { "-" } else { "" };
+    let micros = micros.unsigned_abs();
+    format!("{sign}{}.{:06}", micros / 1_000_000, micros % 1_000_000)
 }

@@ -2,10 +2,10 @@
 
 mod confine;
 mod frames;
-mod joined;
 mod probe;
 mod segments;
 mod select;
+mod tables;
 #[cfg(test)]
 mod tests;
 
@@ -18,6 +18,7 @@ use tokio::sync::OnceCell;
 use tokio::time::Instant;
 
 use confine::{Confined, Launch};
+use tables::Tables;
 
 pub use confine::MemoryFile;
 pub use frames::FrameStream;
@@ -96,12 +97,14 @@ impl Ffmpeg {
     /// `MediaRejected` for what is no clip or passes a limit, `MediaUnavailable` without FFmpeg,
     /// `DeadlineExceeded`.
     pub async fn probe(&self, clip: &MemoryFile, flow: &Flow) -> Result<ClipProbe, GatewayError> {
-        let listing = self.run_probe(clip, probe::PACKET_ENTRIES, (flow, START_PIXELS)).await?;
-        let mut listing = probe::Listing::parse(&listing)?;
+        let tables = Tables::read(clip).await?;
+        let listing = match tables.as_deref().and_then(probe::Listing::of_tables) {
+            Some(listing) => listing,
+            None => self.list(clip, tables.as_deref(), flow).await?,
+        };
         listing.check_size(self.limits.max_frame_pixels)?;
         listing.check_length(&self.limits)?;
         let probe = if listing.is_trustworthy() {
-            listing.look_at_keys(clip);
             listing.into_probe()?
         } else {
             let cost = START_PIXELS + listing.coded_pixels();
@@ -110,6 +113,21 @@ impl Ffmpeg {
         };
         probe::check_duration(probe.info.duration_s, &self.limits)?;
         Ok(probe)
+    }
+
+    /// What ffprobe says of a clip's packets.
+    async fn list(
+        &self,
+        clip: &MemoryFile,
+        tables: Option<&Tables>,
+        flow: &Flow,
+    ) -> Result<probe::Listing, GatewayError> {
+        let listing = self.run_probe(clip, probe::PACKET_ENTRIES, (flow, START_PIXELS)).await?;
+        let mut listing = probe::Listing::parse(&listing)?;
+        if let Some(tables) = tables {
+            listing.compare(tables);
+        }
+        Ok(listing)
     }
 
     /// Decodes exactly these frames (ascending numbers), in order, upright, at source size.
@@ -159,8 +177,7 @@ impl Ffmpeg {
             "compact",
             &clip.path_in_child(),
         ]);
-        let inputs = [Some(clip), None];
-        let mut child = self.start(&programs.ffprobe, &arguments, inputs, turn).await?;
+        let mut child = self.start(&programs.ffprobe, &arguments, Some(clip), turn).await?;
         let output = self.collect(&mut child).await?;
         if output.is_empty() {
             let reason = child.messages();
@@ -195,12 +212,12 @@ impl Ffmpeg {
         &self,
         program: &Path,
         arguments: &[String],
-        inputs: [Option<&MemoryFile>; 2],
+        input: Option<&MemoryFile>,
         (flow, cost): (&Flow, u64),
     ) -> Result<Confined, GatewayError> {
         let place = self.places.enter(flow, 1, cost).await;
         let launch =
-            Launch { program, arguments, inputs, cpu_time: self.limits.timeout * CPU_PER_WALL };
+            Launch { program, arguments, input, cpu_time: self.limits.timeout * CPU_PER_WALL };
         Confined::start(&launch, place, &self.metrics).map_err(|error| {
             if error.kind() == std::io::ErrorKind::NotFound {
                 unavailable(&format!("{} is gone", program.display()))
@@ -213,7 +230,7 @@ impl Ffmpeg {
     /// Whether this FFmpeg knows `-fps_mode` (5.1 and later; `-vsync` left with 8).
     async fn read_version(&self, ffmpeg: &Path, flow: &Flow) -> Result<bool, GatewayError> {
         let mut child =
-            self.start(ffmpeg, &strings(&["-version"]), [None; 2], (flow, START_PIXELS)).await?;
+            self.start(ffmpeg, &strings(&["-version"]), None, (flow, START_PIXELS)).await?;
         let output = self.collect(&mut child).await?;
         Ok(knows_fps_mode(&String::from_utf8_lossy(&output)))
     }

@@ -1,16 +1,16 @@
 //! What ffprobe prints about a clip, read into numbers that can be trusted.
 
+mod own;
+
 use gateway_media::{ClipInfo, ImageSize};
 
-use super::confine::MemoryFile;
-use super::joined::{self, TimeBase};
 use super::rejected;
 use super::segments::{self, SeekTable};
 use crate::error::GatewayError;
 
 /// Asks for the stream and its packets: nothing is decoded.
 pub(super) const PACKET_ENTRIES: &str = "packet=pts,pts_time,flags,pos,size:format=format_name:\
-     stream=codec_name,width,height,avg_frame_rate,nb_frames,time_base:\
+     stream=codec_name,width,height,avg_frame_rate,nb_frames:\
      stream_side_data=displaymatrix";
 /// Asks for the decoded frames.
 pub(super) const FRAME_ENTRIES: &str = "frame=best_effort_timestamp_time:\
@@ -50,6 +50,8 @@ pub(super) struct Listing {
     frames: Vec<f64>,
     /// Whether `frames` decides, because the packets cannot be trusted.
     is_decoded: bool,
+    /// Whether the packets are those of the container's own tables, one by one.
+    has_tables: bool,
 }
 
 #[derive(Clone, Debug)]
@@ -58,7 +60,6 @@ struct Stream {
     coded: ImageSize,
     average_rate: Option<f64>,
     container_frames: Option<usize>,
-    time_base: Option<TimeBase>,
     turn: &'static str,
 }
 
@@ -196,28 +197,12 @@ impl Listing {
         })
     }
 
-    /// Finds out which key frames stretches in one child may begin at.
-    pub(super) fn look_at_keys(&mut self, clip: &MemoryFile) {
-        let Some(stream) = self.stream.as_ref().filter(|_| self.can_join()) else { return };
-        for packet in self.packets.iter_mut().filter(|packet| packet.is_key) {
-            packet.is_clean =
-                packet.span.is_some_and(|span| joined::is_clean(&stream.codec, clip, span));
-        }
-    }
-
-    /// Whether the container can be played in stretches: by its name it is sought in exactly as
-    /// its index says.
-    fn can_join(&self) -> bool {
-        self.container.split(',').any(|name| name == "mov")
-    }
-
     fn seek_table(&self) -> Option<SeekTable> {
         let stream = self.stream.as_ref()?;
         let codec = &stream.codec;
-        let time_base = stream.time_base.filter(|_| self.can_join());
         let is_reliable = !self.is_decoded && self.is_trustworthy();
         (is_reliable && SeekTable::serves(&self.container, codec))
-            .then(|| SeekTable::new(&self.packets, time_base))
+            .then(|| SeekTable::new(&self.packets, self.has_tables))
             .flatten()
     }
 }
@@ -292,15 +277,8 @@ fn stream(fields: &str) -> Option<Stream> {
         coded,
         average_rate: value(fields, "avg_frame_rate").and_then(rational),
         container_frames: value(fields, "nb_frames").and_then(|text| text.parse().ok()),
-        time_base: value(fields, "time_base").and_then(time_base),
         turn: value(fields, "displaymatrix").map_or("", turn),
     })
-}
-
-fn time_base(text: &str) -> Option<TimeBase> {
-    let (above, below) = text.split_once('/')?;
-    let (ticks, per_second) = (above.parse().ok()?, below.parse().ok()?);
-    (ticks > 0 && per_second > 0).then_some(TimeBase { ticks, per_second })
 }
 
 fn value<'a>(fields: &'a str, name: &str) -> Option<&'a str> {
@@ -329,6 +307,11 @@ fn turn(matrix: &str) -> &'static str {
             signs[row * 2 + column] = entry.signum() as i8;
         }
     }
+    turn_of(signs)
+}
+
+/// The filters for the signs `a b c d` of a matrix.
+fn turn_of(signs: [i8; 4]) -> &'static str {
     match signs {
         [0, 1, -1, 0] => "transpose=clock",
         [0, -1, 1, 0] => "transpose=cclock",

@@ -4,7 +4,6 @@
 use std::ops::Range;
 
 use super::START_PIXELS;
-use super::joined::TimeBase;
 use super::probe::{ClipProbe, Packet};
 
 /// Containers with an index by time of presentation.
@@ -12,10 +11,10 @@ const INDEXED: [&str; 2] = ["mov", "matroska"];
 /// Codecs whose decoders, begun at a key frame, show what follows it exactly or not at all.
 const SEEKABLE: [&str; 5] = ["h264", "hevc", "vp9", "av1", "mjpeg"];
 
-/// What a jump within a child costs, in pixels decoded meanwhile: the container is opened again.
-const REOPEN_PIXELS: u64 = 30_000_000;
-/// Most stretches of one child, so that each child has time for its part.
-const MAX_STRETCHES: usize = 64;
+/// Most picks that are told apart by their stamps: an argument has 128 KiB at most.
+const MAX_STAMPS: usize = 2048;
+/// Most pixels that stretches decode in one child, so that it stays far below its processor time.
+const MAX_CHILD_PIXELS: u64 = 10_000_000_000;
 
 /// Where decoding can begin.
 #[derive(Clone, Debug, PartialEq)]
@@ -28,10 +27,8 @@ pub(super) struct SeekTable {
     places: Vec<u32>,
     /// Key frames; stamps and places ascend.
     keys: Vec<Key>,
-    /// Latest time of all packets up to each place, in microseconds rounded up.
-    reach: Vec<i64>,
-    /// Of the stamps, where stretches can share a child.
-    pub(super) time_base: Option<TimeBase>,
+    /// Whether the container's own tables are plain, and parts of it can be taken by them.
+    has_tables: bool,
 }
 
 /// A frame that is decoded without others.
@@ -43,16 +40,26 @@ struct Key {
     is_clean: bool,
 }
 
+/// How a child comes to its frames.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Way {
+    /// The whole clip from its beginning; frames are counted.
+    Counted,
+    /// The clip from the key frame before the first pick; frames are known by their stamps.
+    Sought,
+    /// A file of the needed samples alone; frames are known by their stamps.
+    Excerpt,
+}
+
 /// A run of one child: some picks, one after the other.
 #[derive(Clone, Debug, PartialEq)]
 pub(super) struct Segment {
     /// Which of the chosen frames.
     pub(super) picks: Range<usize>,
-    /// Whether to jump to the key frame before the first pick; otherwise from the beginning.
-    pub(super) is_seek: bool,
+    pub(super) way: Way,
     /// Frames that are decoded.
     pub(super) decoded: u64,
-    /// First picks of the stretches that share the child; empty where there is only one.
+    /// First picks of the stretches that share the child, its own first pick not counted.
     pub(super) stretches: Vec<usize>,
 }
 
@@ -64,17 +71,13 @@ impl SeekTable {
     }
 
     /// The table of these packets, in decoding order; `None` where their stamps are not sound.
-    pub(super) fn new(packets: &[Packet], time_base: Option<TimeBase>) -> Option<Self> {
+    pub(super) fn new(packets: &[Packet], has_tables: bool) -> Option<Self> {
         let mut shown = Vec::new();
         let mut keys = Vec::new();
-        let mut reach = Vec::with_capacity(packets.len());
-        let mut latest = i64::MIN;
         for (place, packet) in (0_u32..).zip(packets) {
             let stamp = packet.pts?;
             // the listing rounds to microseconds, perhaps down
             let micros = (packet.time_s? * 1e6).round() as i64 + 1;
-            latest = latest.max(micros);
-            reach.push(latest);
             if packet.is_key {
                 keys.push(Key { stamp, place, is_clean: packet.is_clean });
             }
@@ -91,8 +94,7 @@ impl SeekTable {
             micros: shown.iter().map(|(_, micros, _)| *micros).collect(),
             places: shown.iter().map(|(.., place)| *place).collect(),
             keys,
-            reach,
-            time_base,
+            has_tables,
         })
     }
 
@@ -106,12 +108,21 @@ impl SeekTable {
 
     /// Whether a child may come to this frame by a jump, whatever it decoded before.
     pub(super) fn is_joinable(&self, frame: usize) -> bool {
-        self.time_base.is_some() && self.key_before(frame).is_some_and(|key| key.is_clean)
+        self.has_tables && self.key_before(frame).is_some_and(|key| key.is_clean)
     }
 
-    /// When everything is over that is needed for this frame, as [`SeekTable::micros`].
-    pub(super) fn reach_micros(&self, frame: usize) -> i64 {
-        self.reach[self.places[frame] as usize]
+    /// Places in decoding order of what is needed for these picks of one stretch (ascending): from
+    /// the key frame before the first, or from the very first, to the last.
+    pub(super) fn needed(&self, picks: &[u64], is_from_start: bool) -> Option<Range<usize>> {
+        let first =
+            if is_from_start { 0 } else { self.key_before(*picks.first()? as usize)?.place };
+        let places = picks.iter().map(|frame| self.places[*frame as usize]);
+        Some(first as usize..places.max()? as usize + 1)
+    }
+
+    /// Place of a frame in decoding order.
+    pub(super) fn place(&self, frame: usize) -> usize {
+        self.places[frame] as usize
     }
 
     /// When a frame is shown, in microseconds of the file's own clock, rounded up.
@@ -121,15 +132,16 @@ impl SeekTable {
 
     /// Bytes it takes.
     pub(super) fn bytes(&self) -> u64 {
-        (self.stamps.len() * 28 + self.keys.len() * 16) as u64
+        (self.stamps.len() * 20 + self.keys.len() * 16) as u64
     }
 }
 
 /// The runs for these frames (ascending numbers of frames that the clip has).
 pub(super) fn plan(probe: &ClipProbe, frames: &[u64]) -> Vec<Segment> {
     let known = probe.frame_times_s.len() as u64;
-    match probe.seek.as_ref().filter(|_| frames.iter().all(|frame| *frame < known)) {
-        Some(table) => joined(table, frames, stretches(probe, table, frames)),
+    let is_told_apart = frames.len() <= MAX_STAMPS && frames.iter().all(|frame| *frame < known);
+    match probe.seek.as_ref().filter(|_| is_told_apart) {
+        Some(table) => joined(probe, table, &stretches(probe, table, frames)),
         None => {
             let decoded = frames.last().map_or(0, |last| last + 1);
             vec![Segment::whole(0..frames.len(), decoded)]
@@ -140,33 +152,34 @@ pub(super) fn plan(probe: &ClipProbe, frames: &[u64]) -> Vec<Segment> {
 impl Segment {
     /// Decoded from the beginning.
     pub(super) fn whole(picks: Range<usize>, decoded: u64) -> Self {
-        Self { picks, is_seek: false, decoded, stretches: Vec::new() }
+        Self { picks, way: Way::Counted, decoded, stretches: Vec::new() }
     }
 }
 
-/// The picks, cut where a jump costs less than decoding on.
-fn stretches(probe: &ClipProbe, table: &SeekTable, frames: &[u64]) -> Vec<Segment> {
-    let costs = |pixels: u64| pixels / probe.coded.pixels().max(1);
-    let mut segments = vec![Segment::whole(0..0, 0)];
+/// The picks, cut where a jump costs less than decoding on; whether what comes before a stretch may
+/// be decoded by the same child.
+fn stretches(probe: &ClipProbe, table: &SeekTable, frames: &[u64]) -> Vec<(Segment, bool)> {
+    let start_cost = START_PIXELS / probe.coded.pixels().max(1);
+    let mut segments = vec![(Segment::whole(0..0, 0), false)];
     // frames decoded so far by the open run end here, in decoding order
     let mut reached = 0_u64;
     for (index, frame) in frames.iter().enumerate() {
         let place = u64::from(table.places[*frame as usize]) + 1;
         let is_joinable = table.is_joinable(*frame as usize);
-        let cost = costs(if is_joinable { REOPEN_PIXELS } else { START_PIXELS });
+        let cost = if is_joinable { 0 } else { start_cost };
         let jump = table
             .key_before(*frame as usize)
             .map(|key| u64::from(key.place))
             .filter(|key| index > 0 && *key > reached + cost);
         let decoded = place.saturating_sub(jump.unwrap_or(reached));
         match segments.last_mut().filter(|_| jump.is_none()) {
-            Some(open) => {
+            Some((open, _)) => {
                 open.picks.end = index + 1;
                 open.decoded += decoded;
             }
             None => {
-                let picks = index..index + 1;
-                segments.push(Segment { is_seek: true, ..Segment::whole(picks, decoded) });
+                let segment = Segment::whole(index..index + 1, decoded);
+                segments.push((Segment { way: Way::Sought, ..segment }, is_joinable));
             }
         }
         reached = reached.max(place);
@@ -175,26 +188,22 @@ fn stretches(probe: &ClipProbe, table: &SeekTable, frames: &[u64]) -> Vec<Segmen
 }
 
 /// The same work, stretches put together in one child where they can be.
-fn joined(table: &SeekTable, frames: &[u64], stretches: Vec<Segment>) -> Vec<Segment> {
-    let is_joinable = |segment: &Segment| {
-        frames.get(segment.picks.start).is_some_and(|frame| table.is_joinable(*frame as usize))
-    };
+fn joined(probe: &ClipProbe, table: &SeekTable, stretches: &[(Segment, bool)]) -> Vec<Segment> {
+    let max_decoded = MAX_CHILD_PIXELS / probe.coded.pixels().max(1);
     let mut segments: Vec<Segment> = Vec::new();
-    for stretch in stretches {
-        let open = segments.last_mut().filter(|open| {
-            is_joinable(open) && is_joinable(&stretch) && open.stretches.len() < MAX_STRETCHES
-        });
-        let Some(open) = open else {
-            segments.push(stretch);
-            continue;
-        };
-        if open.stretches.is_empty() {
-            open.stretches.push(open.picks.start);
-            open.is_seek = true;
+    for (stretch, is_joinable) in stretches {
+        let has_room = |open: &&mut Segment| open.decoded + stretch.decoded <= max_decoded;
+        match segments.last_mut().filter(|_| *is_joinable).filter(has_room) {
+            Some(open) => {
+                open.stretches.push(stretch.picks.start);
+                open.picks.end = stretch.picks.end;
+                open.decoded += stretch.decoded;
+            }
+            None => segments.push(stretch.clone()),
         }
-        open.stretches.push(stretch.picks.start);
-        open.picks.end = stretch.picks.end;
-        open.decoded += stretch.decoded;
+    }
+    if table.has_tables {
+        segments.iter_mut().for_each(|segment| segment.way = Way::Excerpt);
     }
     segments
 }
@@ -218,7 +227,7 @@ mod tests {
             frame_times_s: (0..num_frames).map(|number| f64::from(number) / 30.0).collect(),
             coded: size,
             turn: "",
-            seek: SeekTable::new(&packets, None),
+            seek: SeekTable::new(&packets, false),
         }
     }
 
@@ -234,7 +243,8 @@ mod tests {
         assert!(decoded < 108_000 / 4, "{decoded}");
         let picks: Vec<usize> = segments.iter().flat_map(|segment| segment.picks.clone()).collect();
         assert_eq!(picks, (0..720).collect::<Vec<_>>());
-        assert!(!segments[0].is_seek && segments[1..].iter().all(|segment| segment.is_seek));
+        assert_eq!(segments[0].way, Way::Counted);
+        assert!(segments[1..].iter().all(|segment| segment.way == Way::Sought));
     }
 
     #[test]
@@ -243,20 +253,21 @@ mod tests {
         let frames: Vec<u64> = (0..720).map(|index| index * 150).collect();
         let apart: u64 = plan(&probe, &frames).iter().map(|segment| segment.decoded).sum();
         let table = probe.seek.as_mut().unwrap();
-        table.time_base = Some(TimeBase { ticks: 1, per_second: 15360 });
+        table.has_tables = true;
         // a key frame that is not clean must be come to by a child of its own
         table.keys[5].is_clean = false;
 
         let segments = plan(&probe, &frames);
 
-        assert_eq!(segments.iter().map(|segment| segment.decoded).sum::<u64>(), apart);
+        let decoded = segments.iter().map(|segment| segment.decoded);
+        assert!(decoded.clone().sum::<u64>() <= apart, "a jump within a child is free");
+        assert!(decoded.clone().all(|decoded| decoded * FULL_HD.pixels() <= MAX_CHILD_PIXELS));
         let picks: Vec<usize> = segments.iter().flat_map(|segment| segment.picks.clone()).collect();
         assert_eq!(picks, (0..720).collect::<Vec<_>>());
-        assert_eq!(segments[0].stretches, [0, 1]);
-        assert_eq!((segments[1].picks.clone(), segments[1].stretches.len()), (2..3, 0));
-        assert_eq!(segments[2].picks, 3..3 + MAX_STRETCHES);
-        assert!(segments.iter().all(|segment| segment.is_seek));
-        assert_eq!(segments.len(), 2 + 717_usize.div_ceil(MAX_STRETCHES));
+        assert_eq!(segments[0].stretches, [1]);
+        assert_eq!((segments[1].picks.start, segments[1].stretches[0]), (2, 3));
+        assert!(segments.iter().all(|segment| segment.way == Way::Excerpt));
+        assert!(segments.len() < 9, "{}", segments.len());
     }
 
     #[test]
@@ -285,14 +296,17 @@ mod tests {
         let order = [(0, true), (1, false), (2, false), (5, true), (3, false), (4, false)];
         let packets: Vec<_> =
             order.iter().map(|(stamp, is_key)| Packet::for_test(*stamp, *is_key)).collect();
-        let table = SeekTable::new(&packets, None).unwrap();
+        let table = SeekTable::new(&packets, false).unwrap();
         assert_eq!(table.key_before(3).map(|key| key.place), Some(0));
         assert_eq!(table.key_before(5).map(|key| key.place), Some(3));
         let mut twice = packets.clone();
         twice[1] = twice[2];
-        assert!(SeekTable::new(&twice, None).is_none());
-        // the pick at stamp 2 comes after nothing later; that at 4 is decoded after 5 was
-        assert_eq!(table.reach_micros(2), table.micros(2));
-        assert_eq!(table.reach_micros(4), table.micros(5));
+        assert!(SeekTable::new(&twice, false).is_none());
+        // the pick at stamp 4 is decoded last of all, and needs everything before it
+        assert_eq!(
+            (table.needed(&[2], false), table.needed(&[2, 4], false)),
+            (Some(0..3), Some(0..6))
+        );
+        assert_eq!((table.needed(&[5], false), table.needed(&[5], true)), (Some(3..4), Some(0..4)));
     }
 }
