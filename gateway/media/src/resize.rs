@@ -4,6 +4,8 @@
 mod avx2;
 #[cfg(accepts_avx512)]
 mod avx512;
+#[cfg(target_arch = "aarch64")]
+mod neon;
 mod scalar;
 mod weights;
 
@@ -62,6 +64,9 @@ enum Kernels {
     /// 512-bit integer vectors.
     #[cfg(accepts_avx512)]
     Avx512(avx512::Avx512),
+    /// 128-bit integer vectors of 64-bit ARM.
+    #[cfg(target_arch = "aarch64")]
+    Neon(neon::Neon),
 }
 
 impl Resizer {
@@ -143,6 +148,16 @@ impl Resizer {
                 self.shorten(source, down, narrow, give)
             }
         }
+    }
+
+    /// Bytes of its tables: far more for a panorama than for a photo.
+    pub fn bytes(&self) -> usize {
+        let across = self.horizontal.as_ref().map_or(0, |across| match across {
+            Across::Columns(axis) => axis.bytes(),
+            #[cfg(accepts_avx512)]
+            Across::Rows(lanes) => lanes.bytes(),
+        });
+        size_of::<Self>() + across + self.vertical.as_ref().map_or(0, AxisWeights::bytes)
     }
 
     /// The size of the frames taken.
@@ -293,6 +308,10 @@ impl Kernels {
         if let Some(proof) = avx2::Avx2::detect() {
             return Self::Avx2(proof);
         }
+        #[cfg(target_arch = "aarch64")]
+        if let Some(proof) = neon::Neon::detect() {
+            return Self::Neon(proof);
+        }
         Self::Scalar
     }
 
@@ -313,6 +332,8 @@ impl Kernels {
             Self::Avx2(proof) => proof.weighted_rows(source, stride, weights, precision, target),
             #[cfg(accepts_avx512)]
             Self::Avx512(proof) => proof.weighted_rows(source, stride, weights, precision, target),
+            #[cfg(target_arch = "aarch64")]
+            Self::Neon(proof) => proof.weighted_rows(source, stride, weights, precision, target),
         }
     }
 
@@ -320,6 +341,8 @@ impl Kernels {
         match self {
             #[cfg(target_arch = "x86_64")]
             Self::Avx2(proof) => proof.narrow(columns, axis, target),
+            #[cfg(target_arch = "aarch64")]
+            Self::Neon(proof) => proof.narrow(columns, axis, target),
             _ => scalar::narrow(columns, axis, target),
         }
     }
@@ -328,6 +351,8 @@ impl Kernels {
         match self {
             #[cfg(target_arch = "x86_64")]
             Self::Avx2(proof) => proof.to_columns(rows, columns),
+            #[cfg(target_arch = "aarch64")]
+            Self::Neon(proof) => proof.to_columns(rows, columns),
             _ => scalar::to_columns(rows, columns),
         }
     }
@@ -336,6 +361,8 @@ impl Kernels {
         match self {
             #[cfg(target_arch = "x86_64")]
             Self::Avx2(proof) => proof.to_rows(columns, place, target),
+            #[cfg(target_arch = "aarch64")]
+            Self::Neon(proof) => proof.to_rows(columns, place, target),
             _ => scalar::to_rows(columns, place, target),
         }
     }
@@ -350,6 +377,8 @@ impl Kernels {
         all.extend(avx2::Avx2::detect().map(Self::Avx2));
         #[cfg(accepts_avx512)]
         all.extend(avx512::Avx512::detect().map(Self::Avx512));
+        #[cfg(target_arch = "aarch64")]
+        all.extend(neon::Neon::detect().map(Self::Neon));
         all
     }
 }

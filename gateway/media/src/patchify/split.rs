@@ -1,6 +1,9 @@
 //! Interleaved pixels of one row into the planes of its patches: plain, and by byte shuffles.
 #![allow(unsafe_code)]
 
+#[cfg(target_arch = "aarch64")]
+mod neon;
+
 use super::CHANNELS;
 
 /// Where the strips of one row of pixels go, one strip a patch.
@@ -33,6 +36,8 @@ pub(super) struct Splitter {
     patch: usize,
     #[cfg(target_arch = "x86_64")]
     shuffles: Option<x86::Shuffles>,
+    #[cfg(target_arch = "aarch64")]
+    shuffles: Option<neon::Tables>,
 }
 
 impl Splitter {
@@ -42,6 +47,8 @@ impl Splitter {
             patch,
             #[cfg(target_arch = "x86_64")]
             shuffles: x86::Shuffles::detect(patch),
+            #[cfg(target_arch = "aarch64")]
+            shuffles: neon::Tables::detect(patch),
         }
     }
 
@@ -50,14 +57,14 @@ impl Splitter {
     fn plain(patch: usize) -> Self {
         Self {
             patch,
-            #[cfg(target_arch = "x86_64")]
+            #[cfg(any(target_arch = "x86_64", target_arch = "aarch64"))]
             shuffles: None,
         }
     }
 
     /// Copies each strip of a row to the beginnings of the three planes of its patch in `out`.
     pub(super) fn split_row(&self, row: &[u8], places: Places, out: &mut [u8]) {
-        #[cfg(target_arch = "x86_64")]
+        #[cfg(any(target_arch = "x86_64", target_arch = "aarch64"))]
         if let Some(shuffles) = &self.shuffles {
             return shuffles.split_row(row, places, out);
         }

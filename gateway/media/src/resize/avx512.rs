@@ -7,11 +7,11 @@
 use super::weights::AxisWeights;
 use super::{CHANNELS, scalar};
 use std::arch::x86_64::{
-    __m512i, _mm_cvtsi32_si128, _mm_mask_storeu_epi8, _mm512_cvtusepi32_epi8, _mm512_dpwssd_epi32,
-    _mm512_loadu_si512, _mm512_mask_storeu_epi8, _mm512_maskz_loadu_epi8,
-    _mm512_maskz_permutexvar_epi8, _mm512_max_epi32, _mm512_packs_epi32, _mm512_packus_epi16,
-    _mm512_set1_epi32, _mm512_setzero_si512, _mm512_sra_epi32, _mm512_unpackhi_epi8,
-    _mm512_unpacklo_epi8,
+    __m128i, __m512i, _mm_cvtsi32_si128, _mm_mask_storeu_epi8, _mm_storeu_si128, _mm512_add_epi8,
+    _mm512_dpwssd_epi32, _mm512_extracti32x4_epi32, _mm512_loadu_si512, _mm512_mask_storeu_epi8,
+    _mm512_maskz_loadu_epi8, _mm512_maskz_permutexvar_epi8, _mm512_packs_epi32,
+    _mm512_packus_epi16, _mm512_permutexvar_epi32, _mm512_set1_epi8, _mm512_set1_epi32,
+    _mm512_setzero_si512, _mm512_sra_epi32, _mm512_unpackhi_epi8, _mm512_unpacklo_epi8,
 };
 use std::ops::Range;
 
@@ -25,6 +25,12 @@ const PIXELS: usize = SUMS / CHANNELS;
 const WORDS: u64 = 0x5555_5555_5555_5555;
 /// Rows worked on beside each other, so that one waits for none of the others.
 const ROWS: usize = 8;
+/// Bytes by which each step begins after the one before.
+const STEP: usize = 2 * CHANNELS;
+/// Rows whose sums are packed together.
+const PACKED: usize = 4;
+/// Brings the quarters of each packed row together.
+const ROWS_FIRST: [u32; SUMS] = [0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15];
 /// Rows for which the tables are gone through together.
 const BLOCK: usize = 32;
 
@@ -73,6 +79,8 @@ pub(super) struct Lanes {
 struct Group {
     /// Where the first step's bytes begin in a source row; each next step begins two pixels later.
     source: usize,
+    /// Steps whose bytes all lie in the vector that begins with the first one's.
+    steps_per_load: usize,
     /// Where its bytes begin in a target row.
     target: usize,
     /// Bytes of the target.
@@ -100,6 +108,11 @@ impl Lanes {
         lanes
     }
 
+    /// Bytes of the tables.
+    pub(super) fn bytes(&self) -> usize {
+        size_of_val(&self.groups[..]) + size_of_val(&self.weights[..])
+    }
+
     fn add(&mut self, axis: &AxisWeights, pixels: Range<usize>) {
         let origin = axis.starts[pixels.start];
         let mut places = [0; VECTOR];
@@ -116,10 +129,12 @@ impl Lanes {
                 }
             }
         }
+        let furthest = places.iter().max().map_or(0, |&place| usize::from(place));
         let begin = self.weights.len();
         self.weights.append(&mut steps);
         self.groups.push(Group {
             source: origin as usize * CHANNELS,
+            steps_per_load: (VECTOR - 1 - furthest) / STEP + 1,
             target: pixels.start * CHANNELS,
             len: pixels.len() * CHANNELS,
             places,
@@ -150,13 +165,13 @@ impl Lanes {
     fn narrow_group(&self, group: &Group, source: &[u8], target: &mut [u8], strides: [usize; 2]) {
         let [source_bytes, target_bytes] = strides;
         let count = source.len() / source_bytes;
-        let reach = group.source + 2 * CHANNELS * group.steps.len() + VECTOR;
+        let reach = group.source + group.last_load() + VECTOR;
         let mut first = 0;
         while first < count {
             let rows = &source[first * source_bytes..];
             let out = &mut target[first * target_bytes..];
             if first + ROWS <= count && (ROWS - 1) * source_bytes + reach <= rows.len() {
-                // SAFETY: whole vectors can be read at every step of all rows.
+                // SAFETY: whole vectors can be read for all rows.
                 unsafe { self.narrow_rows::<ROWS, true>(group, rows, out, strides) };
                 first += ROWS;
             } else {
@@ -170,7 +185,7 @@ impl Lanes {
     /// One group in `N` rows.
     ///
     /// # Safety
-    /// If `is_inside`, every step of every row must have a whole vector of `source` to read.
+    /// If `IS_INSIDE`, every row must have whole vectors of `source` to read.
     #[inline]
     #[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512vbmi,avx512vnni")]
     unsafe fn narrow_rows<const N: usize, const IS_INSIDE: bool>(
@@ -181,36 +196,82 @@ impl Lanes {
         [source_bytes, target_bytes]: [usize; 2],
     ) {
         let Avx512(()) = self.proof;
-        let places = load(&group.places);
         // kept from the compiler, which would make a second instruction of it
         let words_mask = std::hint::black_box(WORDS);
         let mut sums = [_mm512_set1_epi32(scalar::rounding(self.precision)); N];
-        for (step, weights) in self.weights[group.steps.clone()].iter().enumerate() {
-            // SAFETY: sixteen pairs of 16 bits are a vector; the load needs no alignment.
-            let weights = unsafe { _mm512_loadu_si512(weights.as_ptr().cast()) };
-            let at = group.source + 2 * CHANNELS * step;
-            for (row, sum) in sums.iter_mut().enumerate() {
+        let steps = self.weights[group.steps.clone()].chunks(group.steps_per_load);
+        for (index, steps) in steps.enumerate() {
+            let at = group.source + STEP * group.steps_per_load * index;
+            let bytes: [__m512i; N] = std::array::from_fn(|row| {
                 let at = row * source_bytes + at;
-                let bytes = if IS_INSIDE {
+                if IS_INSIDE {
                     // SAFETY: the caller vouches for the bytes; the load needs no alignment.
                     unsafe { _mm512_loadu_si512(source.as_ptr().add(at).cast()) }
                 } else {
                     load_some(source, at)
-                };
-                let words = _mm512_maskz_permutexvar_epi8(words_mask, places, bytes);
-                *sum = _mm512_dpwssd_epi32(*sum, words, weights);
+                }
+            });
+            let mut places = load(&group.places);
+            for weights in steps {
+                // SAFETY: sixteen pairs of 16 bits are a vector; the load needs no alignment.
+                let weights = unsafe { _mm512_loadu_si512(weights.as_ptr().cast()) };
+                for (sum, bytes) in sums.iter_mut().zip(bytes) {
+                    let words = _mm512_maskz_permutexvar_epi8(words_mask, places, bytes);
+                    *sum = _mm512_dpwssd_epi32(*sum, words, weights);
+                }
+                places = _mm512_add_epi8(places, _mm512_set1_epi8(STEP as i8));
             }
         }
-        let shift = _mm_cvtsi32_si128(self.precision as i32);
-        for (row, sum) in sums.into_iter().enumerate() {
-            let sum = _mm512_max_epi32(_mm512_sra_epi32(sum, shift), _mm512_setzero_si512());
-            let out = &mut target[row * target_bytes + group.target..][..group.len];
-            let mask = (1_u32 << group.len) - 1;
-            // SAFETY: `out` has `len` bytes, sixteen at most, and no others are written.
-            unsafe {
-                let bytes = _mm512_cvtusepi32_epi8(sum);
-                _mm_mask_storeu_epi8(out.as_mut_ptr().cast(), mask as u16, bytes);
+        for first in (0..N).step_by(PACKED) {
+            // by value, so that sums never leave their registers
+            let rows = [0, 1, 2, 3].map(|row| sums[(first + row).min(N - 1)]);
+            let out = target[first * target_bytes..].chunks_exact_mut(target_bytes);
+            for (bytes, out) in self.packed(rows).into_iter().zip(out.take(N - first)) {
+                group.store(bytes, out);
             }
+        }
+    }
+
+    /// The bytes that four rows of sums stand for.
+    #[inline]
+    #[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512vbmi,avx512vnni")]
+    fn packed(&self, sums: [__m512i; PACKED]) -> [__m128i; PACKED] {
+        let shift = _mm_cvtsi32_si128(self.precision as i32);
+        let [a, b, c, d] = sums.map(|sum| _mm512_sra_epi32(sum, shift));
+        // each packing saturates, so that a sum below 0 becomes 0 and one above 255 becomes 255
+        let quarters = _mm512_packus_epi16(_mm512_packs_epi32(a, b), _mm512_packs_epi32(c, d));
+        // SAFETY: sixteen numbers of 32 bits are a vector; the load needs no alignment.
+        let order = unsafe { _mm512_loadu_si512(ROWS_FIRST.as_ptr().cast()) };
+        let rows = _mm512_permutexvar_epi32(order, quarters);
+        [
+            _mm512_extracti32x4_epi32::<0>(rows),
+            _mm512_extracti32x4_epi32::<1>(rows),
+            _mm512_extracti32x4_epi32::<2>(rows),
+            _mm512_extracti32x4_epi32::<3>(rows),
+        ]
+    }
+}
+
+impl Group {
+    /// Where the last vector begins, in bytes after the first.
+    fn last_load(&self) -> usize {
+        (self.steps.len() - 1) / self.steps_per_load * self.steps_per_load * STEP
+    }
+
+    /// Puts the bytes of its pixels where they belong in a row of the target.
+    #[inline]
+    #[target_feature(enable = "avx512f,avx512bw,avx512vl")]
+    fn store(&self, bytes: __m128i, row: &mut [u8]) {
+        let rest = &mut row[self.target..];
+        // the next group of the row writes over what is too much
+        if rest.len() >= SUMS {
+            // SAFETY: the row has sixteen bytes there; the store needs no alignment.
+            unsafe { _mm_storeu_si128(rest.as_mut_ptr().cast(), bytes) };
+        } else {
+            assert!(self.len <= rest.len());
+            let mask = (1_u32 << self.len) - 1;
+            // SAFETY: `rest` has `len` bytes, and no others are written.
+            unsafe { _mm_mask_storeu_epi8(rest.as_mut_ptr().cast(), mask as u16, bytes) };
         }
     }
 }

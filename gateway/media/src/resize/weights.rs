@@ -52,6 +52,13 @@ impl AxisWeights {
         }
     }
 
+    /// Bytes of the tables.
+    pub(super) fn bytes(&self) -> usize {
+        size_of_val(&self.starts[..])
+            + size_of_val(&self.counts[..])
+            + size_of_val(&self.weights[..])
+    }
+
     /// The target pixels of `range`, which is not empty.
     pub(super) fn part(&self, range: Range<usize>) -> AxisPart<'_> {
         AxisPart { axis: self, first: range.start, len: range.len() }
