@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import subprocess
 import sys
 from pathlib import Path
@@ -9,9 +10,10 @@ from pathlib import Path
 import httpx
 import pytest
 from prometheus_client import CollectorRegistry, generate_latest
+from rich.console import Console
 
 from m3stack.cli.metrics_page import Between, parse
-from m3stack.cli.top import WORKER_COLUMNS
+from m3stack.cli.top import WORKER_COLUMNS, Board, Program
 from m3stack.life_metrics import LifeMetrics
 from m3stack.local_ports import free_port
 from m3stack.types import WorkerState
@@ -73,6 +75,18 @@ def test_a_worker_is_shown_with_what_it_does_and_how_it_is(
     life.set_healthy(is_healthy)
     page = parse(generate_latest(registry).decode(), 1.0)
     assert str(dict(WORKER_COLUMNS)["role"](Between(page, page))) == shown
+
+
+def test_roles_and_states_are_whole_words_on_a_terminal_of_80_columns() -> None:
+    registry = CollectorRegistry()
+    life = LifeMetrics(registry, "prefill")
+    life.set_state(WorkerState.DRAINING)
+    page = parse(generate_latest(registry).decode(), 1.0)
+    board = Board([Program("127.0.0.1:9100", is_gateway=False, between=Between(page, page))])
+    console = Console(width=80, record=True, file=io.StringIO())
+    console.print(board.render())
+    words = console.export_text().split()
+    assert {"127.0.0.1:9100", "prefill", "draining", "cached", "evict"} <= set(words)
 
 
 def test_a_worker_that_tells_no_role_is_shown_all_the_same() -> None:

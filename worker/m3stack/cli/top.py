@@ -290,11 +290,11 @@ WORKER_COLUMNS: tuple[tuple[str, Cell], ...] = (
     ("in/s", _rate(f"{W}prompt_tokens_total")),
     ("cached", _cached),
     ("out/s", _rate(f"{W}output_tokens_total")),
-    ("step ms", lambda pair: _ms(pair.mean(f"{W}step_seconds"))),
+    ("step\nms", lambda pair: _ms(pair.mean(f"{W}step_seconds"))),
     ("seqs", _sequences),
-    ("gap p99", _quantile(f"{W}inter_token_seconds", 0.99)),
+    ("gap\np99", _quantile(f"{W}inter_token_seconds", 0.99)),
     ("pages", _pages),
-    ("evict/s", _bad_rate(f"{W}preemptions_total")),
+    ("evict\n/s", _bad_rate(f"{W}preemptions_total")),
 )
 
 
@@ -305,7 +305,13 @@ def _table(
     table.add_column(title, no_wrap=True, style="bold")
     for name, _ in columns:
         is_text = name in ("workers", "role")
-        table.add_column(name, justify="left" if is_text else "right", no_wrap=not is_text)
+        table.add_column(
+            name,
+            justify="left" if is_text else "right",
+            no_wrap=not is_text,
+            # the longest word of a role
+            min_width=len("prefill") if name == "role" else None,
+        )
     troubles: list[RenderableType] = []
     for program in programs:
         if program.between is not None:
