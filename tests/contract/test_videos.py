@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.contract.conftest import Api, data_url, video
-from tests.e2e.media import clip, text_part
+from tests.contract.conftest import Api, data_url, image, video
+from tests.e2e.media import clip, picture, text_part
 from tests.e2e.test_chat import served_file
 
 Film = Callable[..., str]
@@ -89,7 +89,10 @@ def test_what_is_no_clip_is_the_callers_mistake(api: Api, url: str) -> None:
     assert "video_url" in api.refusal([video(url)])["param"]
 
 
-def test_a_clip_and_a_picture_stand_together(api: Api, film: Film) -> None:
-    parts = [text_part("First"), video(film(seconds=1)), text_part("then"), video(film(seconds=2))]
-    one = api.prompt_tokens(parts[:2])
-    assert api.prompt_tokens(parts) > one + 2 * 4 * 4
+def test_a_clip_and_a_picture_stand_together(api: Api, film: Film, tmp_path: Path) -> None:
+    first, still = text_part("First"), image(data_url(picture(tmp_path), "image/jpeg"))
+    moving = [first, video(film(seconds=1)), text_part("then")]
+    cost_of_still = api.prompt_tokens([first, still]) - api.prompt_tokens([first])
+    assert cost_of_still > 4 * 4
+    assert api.prompt_tokens([*moving, still]) == api.prompt_tokens(moving) + cost_of_still
+    assert api.prompt_tokens([still, *moving]) == api.prompt_tokens([*moving, still])
