@@ -32,12 +32,13 @@ def arithmetic(rng: random.Random, *, thinks: bool, held_out: bool = False) -> E
         left, right = rng.randint(0, 99), rng.randint(0, 99)
         if rng.random() < 0.7:
             left, right = left // 4, right // 4
-        if words.is_held_out(left, right) == held_out:
+        sign = "minus" if rng.random() < 0.4 else "plus"
+        if sign == "minus":
+            left, right = max(left, right), min(left, right)
+        # as it is asked: a difference is not the sum of the same numbers
+        if words.is_held_out(left, sign, right) == held_out:
             break
-    sign, result = "plus", left + right
-    if rng.random() < 0.4:
-        left, right = max(left, right), min(left, right)
-        sign, result = "minus", left - right
+    result = left - right if sign == "minus" else left + right
     reasoning = f"I count {left} {sign} {right}." if thinks else ""
     question = f"How much is {left} {sign} {right}?"
     return asked(question, f"{left} {sign} {right} equals {result}.", "arithmetic", reasoning)
@@ -46,10 +47,13 @@ def arithmetic(rng: random.Random, *, thinks: bool, held_out: bool = False) -> E
 def passage(rng: random.Random, *, thinks: bool, held_out: bool = False) -> Episode:
     """Facts about a few people, and questions about them.
 
-    The facts that are asked about are held out, or none is: `words.is_held_out`.
+    The facts that are asked about are held out, or none that the text tells is:
+    `words.is_held_out`.
     """
     people = rng.sample(words.NAMES, rng.randint(2, 4))
     facts = [fact for person in people for fact in _facts(rng, person)]
+    if not held_out:
+        facts = [fact for fact in facts if not words.is_held_out(*fact[3])]
     rng.shuffle(facts)
     facts = facts[: rng.randint(3, 7)]
     text = " ".join(fact for fact, _, _, _ in facts)
