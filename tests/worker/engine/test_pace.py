@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import random
+from dataclasses import dataclass
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from m3stack.engine.budget import SchedulerLimits, split_budget
 from m3stack.engine.pace import Pace, PaceLimits
@@ -16,10 +19,10 @@ from tests.worker.engine.history_model import sampling
 LIMITS = PaceLimits(slowdown=2.0, prompt_share=0.45, min_tokens=64)
 
 
-def plan(num_decoding: int, prompt_tokens: int = 0) -> StepPlan:
+def plan(num_decoding: int, prompt_tokens: int = 0, prefix_tokens: int = 0) -> StepPlan:
     rows = [Row(handle, 50, (1,), (0,), 3) for handle in range(num_decoding)]
     if prompt_tokens:
-        rows.append(Row(99, 0, range(prompt_tokens), (0,), None))
+        rows.append(Row(99, prefix_tokens, range(prompt_tokens), (0,), None))
     return StepPlan(tuple(rows))
 
 
@@ -54,8 +57,8 @@ def test_a_long_step_grows_to_the_slowdown_and_no_further() -> None:
     machine = Machine(plain_ms=14, fixed_ms=0.5, token_us=12)
     late = settle(Pace(LIMITS), machine)[20:]
     # 27.5 ms are reached with 1,080 tokens
-    assert 750 < min(late) <= max(late) < 1500
-    assert sum(late) / len(late) == pytest.approx(0.94 * 1080, rel=0.12)
+    assert 550 < min(late) <= max(late) < 1400
+    assert sum(late) / len(late) == pytest.approx(0.98 * 1080, rel=0.12)
 
 
 def test_a_short_step_is_stretched_until_prompts_have_their_share() -> None:
@@ -63,7 +66,7 @@ def test_a_short_step_is_stretched_until_prompts_have_their_share() -> None:
     machine = Machine(plain_ms=4, fixed_ms=8, token_us=10)
     late = settle(Pace(LIMITS), machine)[20:]
     fair = 0.45 / 0.55 * 12_000 / 10
-    assert sum(late) / len(late) == pytest.approx(0.94 * fair, rel=0.2)
+    assert sum(late) / len(late) == pytest.approx(0.98 * fair, rel=0.2)
 
 
 def test_tokens_that_get_dearer_make_steps_smaller() -> None:
@@ -76,10 +79,10 @@ def test_tokens_that_get_dearer_make_steps_smaller() -> None:
 def test_nothing_is_bounded_before_there_is_something_to_go_by() -> None:
     pace = Pace(LIMITS)
     assert pace.prompt_tokens(8) is None
-    pace.saw(plan(8), 0.01)
-    assert pace.prompt_tokens(8) is None
     pace.saw(plan(0, 500), 0.01)
     assert pace.prompt_tokens(8) is None, "a prompt alone says nothing of steps beside decode"
+    pace.saw(plan(8), 0.01)
+    assert pace.prompt_tokens(8) == 3 * LIMITS.min_tokens, "the first step is a small one"
     pace.saw(plan(8, 500), 1.0)
     assert pace.prompt_tokens(8) == LIMITS.min_tokens
 
@@ -90,9 +93,7 @@ def test_steps_of_no_duration_and_prompts_that_cost_nothing_are_survived() -> No
         pace.saw(plan(8), 0.01)
         pace.saw(plan(8, 300), 0.0)
         pace.saw(plan(8, 300), 0.005)
-    tokens = pace.prompt_tokens(8)
-    assert tokens is not None
-    assert tokens > 10_000
+    assert pace.prompt_tokens(8) == 600, "twice what was seen"
 
 
 def test_a_paced_step_still_gives_everyone_the_next_token() -> None:
@@ -115,3 +116,101 @@ def test_a_paced_step_still_gives_everyone_the_next_token() -> None:
     assert split_budget(running, limits, pace) == {0: 1, 1: LIMITS.min_tokens, 2: 1}
     # nobody waits for a token: nothing to be paced for
     assert split_budget(running[1:2], limits, pace) == {1: 512}
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """What steps take in the mean, on a device like the one that was measured.
+
+    A step of 64 rows takes 12 ms; behind 0, 491,520 and 983,040 tokens a prompt adds 1.0, 2.9 and
+    4.0 ms and 9.8, 12.7 and 17.0 us a token (`docs/bench/agentic-h200.md`, from its medians).
+    """
+
+    plain_ms: float
+    fixed_ms: float
+    token_us: float
+    dearer: float
+    noise: float
+
+    def mean_ms(self, tokens: int, prefix_tokens: int) -> float:
+        return self.base_ms(prefix_tokens) + tokens * self.slope_ms(prefix_tokens)
+
+    def base_ms(self, prefix_tokens: int) -> float:
+        return self.plain_ms + self.fixed_ms * (1 + 3 * prefix_tokens / (1 << 20))
+
+    def slope_ms(self, prefix_tokens: int) -> float:
+        return self.token_us / 1000 * (1 + self.dearer * prefix_tokens / (1 << 20))
+
+    def most_ms(self, prefix_tokens: int, limits: PaceLimits, slowdown: float) -> float:
+        """Of a step that keeps to the slowdown, or gives the prompt its share and no more."""
+        share = self.base_ms(prefix_tokens) / (1 - limits.prompt_share)
+        least = self.mean_ms(limits.min_tokens, prefix_tokens)
+        return max(slowdown * self.plain_ms, share, least)
+
+
+@given(
+    gpu=st.builds(
+        Gpu,
+        plain_ms=st.floats(6, 40),
+        fixed_ms=st.floats(0.2, 3),
+        token_us=st.floats(4, 20),
+        dearer=st.floats(0, 1),
+        noise=st.floats(0, 0.02),
+    ),
+    prompts=st.lists(
+        st.tuples(st.integers(0, 983_040), st.integers(2_000, 60_000)), min_size=1, max_size=4
+    ),
+    seed=st.integers(0, 1 << 20),
+    is_ahead=st.booleans(),
+)
+@settings(max_examples=40, deadline=None)
+def test_no_step_is_planned_beyond_twice_an_idle_one_unless_the_prompt_needs_it(
+    gpu: Gpu, prompts: list[tuple[int, int]], seed: int, is_ahead: bool
+) -> None:
+    limits, rng = PaceLimits(1.8), random.Random(seed)
+    pace = Pace(limits)
+
+    def seconds(mean_ms: float) -> float:
+        return mean_ms * rng.gauss(1, gpu.noise) / 1000
+
+    for _ in range(12):
+        pace.saw(plan(64), seconds(gpu.plain_ms))
+    for prefix, length in prompts:
+        end, under_way = prefix + length, []
+        while prefix < end:
+            most = pace.prompt_tokens(64, prefix_tokens=prefix)
+            assert most is not None
+            tokens = min(most, 1984, end - prefix)
+            mean_ms = gpu.mean_ms(tokens, prefix)
+            # what is learnt is as wrong as steps are noisy
+            assert mean_ms <= gpu.most_ms(prefix, limits, 2.0) * (1.1 + 5 * gpu.noise)
+            under_way.append((plan(64, tokens, prefix), seconds(mean_ms)))
+            prefix += tokens
+            # planned ahead, a step is decided on before the one under way has ended
+            if len(under_way) > is_ahead:
+                pace.saw(*under_way.pop(0))
+
+
+@pytest.mark.parametrize("prefix", [0, 491_520, 900_000])
+def test_a_long_prompt_keeps_its_share_beside_decode(prefix: int) -> None:
+    gpu, limits, rng = Gpu(12.0, 1.0, 9.8, 0.7, 0.02), PaceLimits(1.8), random.Random(3)
+    pace = Pace(limits)
+    for _ in range(12):
+        pace.saw(plan(64), gpu.plain_ms / 1000)
+    for_prompt_ms = all_ms = 0.0
+    for _ in range(120):
+        tokens = min(pace.prompt_tokens(64, prefix_tokens=prefix) or 1984, 1984)
+        mean_ms = gpu.mean_ms(tokens, prefix)
+        for_prompt_ms += tokens * gpu.slope_ms(prefix)
+        all_ms += mean_ms
+        pace.saw(plan(64, tokens, prefix), mean_ms * rng.gauss(1, gpu.noise) / 1000)
+        prefix += tokens
+    assert for_prompt_ms / all_ms > 0.41
+
+
+def test_a_prompt_behind_a_longer_prefix_begins_with_care() -> None:
+    pace = Pace(LIMITS)
+    near = settle(pace, Machine(14, 0.5, 12))[-1]
+    far = pace.prompt_tokens(64, prefix_tokens=900_000)
+    assert far is not None
+    assert far < near / 2

@@ -83,7 +83,7 @@ def split_budget(
     left = limits.step_tokens(num_decoding=num_decoding, prefix_tokens=first.num_computed)
     left -= num_decoding
     if num_decoding and pace is not None:
-        most = pace.prompt_tokens(num_decoding)
+        most = pace.prompt_tokens(num_decoding, prefix_tokens=first.num_computed)
         left = left if most is None else min(left, most)
     reserved = min(first.num_uncomputed, -(-left // 2))
     left -= reserved

@@ -1,22 +1,34 @@
 """How many prompt tokens a step may hold beside requests that wait for their next token.
 
 A prompt's tokens lengthen everyone's wait. How much, is learnt from steps as they end: a step with
-n prompt tokens takes about `base + slope * n`, both taken from the latest such steps by medians, so
-that one slow step changes little. Torch-free, and without a clock: durations are told.
+n prompt tokens takes about what one without takes, and `fixed + slope * n` more, both taken from
+the latest such steps by medians, so that one slow step changes little. Behind a long prefix tokens
+cost more: prefixes of about one length are learnt from together. Nothing is taken for granted that
+was not seen: the first steps are small, and none holds more than twice the tokens of any before.
+Torch-free, and without a clock: durations are told.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from statistics import median
 
 from m3stack.engine.plan import Row, StepPlan
 
 WINDOW = 10
 """Steps that are looked back at."""
-DITHER, DITHER_STEPS = 0.75, 4
-"""One step in so many holds this share of the tokens, so that there is a slope to be seen."""
+PREFIX_TOKENS = 131_072
+"""Prefixes up to that length are alike, behind it those of every doubling."""
+FIRST_STEPS = 3
+"""Of the least tokens a step may hold, how many times that the first steps hold."""
+PROBE, PROBE_STEPS, FIRST_PROBE_STEPS = 0.6, 24, 3
+"""One step in so many holds this share of the tokens, so that there is a slope to be seen; the
+last is for as long as none was."""
+APART = 0.8
+"""Steps of less than that share of the usual tokens say what the slope is."""
+MOST_GROWTH = 2
+"""A step holds no more than so many times the tokens of the largest one that was seen."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,13 +43,64 @@ class PaceLimits:
     """
 
     slowdown: float
-    prompt_share: float = 0.42
+    prompt_share: float = 0.44
     min_tokens: int = 128
 
     def __post_init__(self) -> None:
         assert self.slowdown > 1
         assert 0 < self.prompt_share < 1
         assert self.min_tokens > 0
+
+
+@dataclass(frozen=True, slots=True)
+class _Mixed:
+    """A step with prompts that has ended."""
+
+    prompt_tokens: int
+    num_decoding: int
+    seconds: float
+
+
+@dataclass(slots=True)
+class _Seen:
+    """Steps behind prefixes of about one length.
+
+    Attributes:
+        usual: the latest ones.
+        apart: the latest ones of far fewer tokens; they are rare, and kept longer for it.
+        slope: seconds a token, of the last fit that could tell.
+    """
+
+    usual: deque[_Mixed] = field(default_factory=deque[_Mixed])
+    apart: deque[_Mixed] = field(default_factory=lambda: deque[_Mixed](maxlen=WINDOW // 2))
+    slope: float | None = None
+
+    def add(self, step: _Mixed) -> None:
+        is_apart = self.usual and step.prompt_tokens < APART * self._usual_tokens()
+        if is_apart and len(self.apart) < len(self.usual):
+            self.apart.append(step)
+            return
+        self.usual.append(step)
+        if len(self.usual) > WINDOW:
+            oldest = self.usual.popleft()
+            if oldest.prompt_tokens < APART * self._usual_tokens():
+                self.apart.append(oldest)
+
+    @property
+    def most_tokens(self) -> int:
+        """Of any of them."""
+        return max(step.prompt_tokens for step in (*self.usual, *self.apart))
+
+    def _usual_tokens(self) -> float:
+        return median(step.prompt_tokens for step in self.usual)
+
+
+@dataclass(frozen=True, slots=True)
+class _Cost:
+    """What prompts add to a step: `fixed_s`, and `slope_s` for every token."""
+
+    fixed_s: float
+    slope_s: float
 
 
 class Pace:
@@ -47,39 +110,55 @@ class Pace:
         self._limits = limits
         # durations of steps without prompts, by number of rows, those of a power of two together
         self._plain_s: dict[int, deque[float]] = {}
-        self._mixed: deque[tuple[int, float]] = deque(maxlen=WINDOW)
-        self._slope: float | None = None
+        # by length of prefix
+        self._seen: dict[int, _Seen] = {}
         self._num_asked = 0
 
     def saw(self, plan: StepPlan, seconds: float) -> None:
         """A step has ended; `seconds` is what it took, or kept the next one waiting."""
         if plan.encodes or plan.copies or not plan.rows or seconds <= 0:
             return
-        prompt_tokens = sum(len(row.token_ids) for row in plan.rows if is_prompt(row))
-        num_decoding = sum(not is_prompt(row) for row in plan.rows)
+        prompts = [row for row in plan.rows if is_prompt(row)]
+        num_decoding = len(plan.rows) - len(prompts)
         if not num_decoding:
             return
-        if prompt_tokens:
-            self._mixed.append((prompt_tokens, seconds))
+        if not prompts:
+            times = self._plain_s.setdefault(num_decoding.bit_length(), deque(maxlen=WINDOW))
+            times.append(seconds)
             return
-        times = self._plain_s.setdefault(num_decoding.bit_length(), deque(maxlen=WINDOW))
-        times.append(seconds)
+        # the longest row is the one that the step was planned for
+        prefix_tokens = max(prompts, key=lambda row: len(row.token_ids)).start
+        tokens = sum(len(row.token_ids) for row in prompts)
+        seen = self._seen.setdefault(_length(prefix_tokens), _Seen())
+        seen.add(_Mixed(tokens, num_decoding, seconds))
 
-    def prompt_tokens(self, num_decoding: int) -> int | None:
-        """Most prompt tokens of the next step; None while too little is known for a bound."""
+    def prompt_tokens(self, num_decoding: int, *, prefix_tokens: int = 0) -> int | None:
+        """Most prompt tokens of the next step; None before any step without prompts was seen.
+
+        Args:
+            num_decoding: rows that wait for their next token.
+            prefix_tokens: computed tokens of the prompt that goes first.
+        """
         plain_s = self._plain(num_decoding)
-        if plain_s is None or not self._mixed:
+        if plain_s is None:
             return None
-        slope = self._fit(plain_s)
-        base_s = max(plain_s, median(seconds - slope * count for count, seconds in self._mixed))
-        limits = self._limits
-        within = (limits.slowdown * plain_s - base_s) / slope
+        limits, length = self._limits, _length(prefix_tokens)
+        if not self._seen:
+            return FIRST_STEPS * limits.min_tokens
+        nearest = min(self._seen, key=lambda known: (abs(known - length), -known))
+        seen = self._seen[nearest]
+        cost = self._fit(seen)
+        base_s = plain_s + cost.fixed_s
+        within = (limits.slowdown * plain_s - base_s) / cost.slope_s
         share = limits.prompt_share
-        fair = share / (1 - share) * base_s / slope
-        tokens = max(within, fair)
+        fair = share / (1 - share) * base_s / cost.slope_s
+        tokens = min(max(within, fair), MOST_GROWTH * seen.most_tokens)
+        if length > nearest:
+            # a prefix twice as long makes tokens twice as dear at most
+            tokens /= 2 ** (length - nearest)
         self._num_asked += 1
-        if self._num_asked % DITHER_STEPS == 0:
-            tokens *= DITHER
+        if self._num_asked % (PROBE_STEPS if seen.slope else FIRST_PROBE_STEPS) == 0:
+            tokens *= PROBE
         return max(limits.min_tokens, int(tokens))
 
     def _plain(self, num_decoding: int) -> float | None:
@@ -90,20 +169,32 @@ class Pace:
         nearest = min(self._plain_s, key=lambda known: (abs(known - size), known))
         return median(self._plain_s[nearest])
 
-    def _fit(self, plain_s: float) -> float:
-        """Seconds a token: the middle one of the slopes between pairs of steps."""
+    def _fit(self, seen: _Seen) -> _Cost:
+        """The slope: the middle one of those between pairs of steps; what is left is fixed."""
+        usual = [(step.prompt_tokens, self._added(step)) for step in seen.usual]
+        points = [*usual, *((step.prompt_tokens, self._added(step)) for step in seen.apart)]
         slopes = [
             (later[1] - earlier[1]) / (later[0] - earlier[0])
-            for place, later in enumerate(self._mixed)
-            for earlier in list(self._mixed)[:place]
-            if abs(later[0] - earlier[0]) > 0.05 * max(later[0], earlier[0])
+            for place, later in enumerate(points)
+            for earlier in points[:place]
+            if abs(later[0] - earlier[0]) > (1 - APART) * max(later[0], earlier[0])
         ]
         # all that a step took beyond a plain one, a token: what it can be at most
-        most = max(1e-9, median((t - plain_s) / n for n, t in self._mixed))
+        most = max(1e-9, median(added_s / tokens for tokens, added_s in usual))
         if len(slopes) >= 3:
-            self._slope = median(slopes)
-        slope = most if self._slope is None else self._slope
-        return min(most, max(slope, most / 10))
+            seen.slope = median(slopes)
+        slope = most if seen.slope is None else seen.slope
+        slope = min(most, max(slope, most / 10))
+        return _Cost(max(0.0, median(added_s - slope * n for n, added_s in usual)), slope)
+
+    def _added(self, step: _Mixed) -> float:
+        """What a step took beyond one without prompts."""
+        return step.seconds - (self._plain(step.num_decoding) or 0.0)
+
+
+def _length(prefix_tokens: int) -> int:
+    """Equal for prefixes of about one length."""
+    return (prefix_tokens // PREFIX_TOKENS).bit_length()
 
 
 def is_prompt(row: Row) -> bool:
