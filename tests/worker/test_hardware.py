@@ -26,10 +26,21 @@ def test_every_rank_takes_the_gpu_of_its_number() -> None:
 
 
 @pytest.mark.usefixtures("two_gpus")
+def test_every_rank_of_several_hosts_takes_a_gpu_of_its_own_host() -> None:
+    config = WorkerConfig(tensor_parallel=4, hosts=2)
+    devices = [choose_hardware(config, rank).device for rank in range(4)]
+    assert devices == [torch.device("cuda", index) for index in (0, 1, 0, 1)]
+
+
+@pytest.mark.usefixtures("two_gpus")
 @pytest.mark.parametrize(
     ("config", "message"),
     [
         (WorkerConfig(tensor_parallel=4), "tensor_parallel is 4, but there are only 2 GPUs"),
+        (
+            WorkerConfig(tensor_parallel=6, hosts=2),
+            "tensor_parallel is 6 over 2 hosts, but there are only 2 GPUs",
+        ),
         (WorkerConfig(tensor_parallel=2, device="cuda:1"), "2 ranks take one GPU each"),
         (WorkerConfig(device="cuda:2"), "device is cuda:2, but there are only 2 GPUs"),
     ],

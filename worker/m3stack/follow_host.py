@@ -80,7 +80,8 @@ def run_follower(
         choose_interface(link.own_host)
         own = config.tensor_parallel // config.hosts
         ranks = range(config.host_index * own, (config.host_index + 1) * own)
-        place = StorePlace(config.leader_address.rpartition(":")[0], store_port)
+        host = config.leader_address.rpartition(":")[0].strip("[]")
+        place = StorePlace(host, store_port)
         follower = _Follower(config, link, LocalRanks(config, ranks, place, build))
         reason = follower.run(signals, lambda: _set_health(servicer, is_serving=True))
         _set_health(servicer, is_serving=False)

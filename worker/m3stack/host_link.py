@@ -59,8 +59,9 @@ class Link:
         self._connection = Connection(os.dup(sock.fileno()))
         self._lock = threading.Lock()
         self._closed = threading.Event()
-        self.own_host: str = sock.getsockname()[0]
-        self.peer_host: str = sock.getpeername()[0]
+        # a socket of both families writes the addresses of one in the form of the other
+        self.own_host: str = sock.getsockname()[0].removeprefix("::ffff:")
+        self.peer_host: str = sock.getpeername()[0].removeprefix("::ffff:")
 
     def authenticate(self, key: bytes, *, is_leader: bool) -> None:
         """Each end shows the other that it knows the key, which itself does not travel.

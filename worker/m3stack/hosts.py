@@ -145,9 +145,14 @@ class Hosts:
     def _listen(self) -> socket.socket:
         host, _, port = self._config.leader_address.rpartition(":")
         # a name may be that of a service, or not be known here yet
-        local = host if _is_loopback(host) else ""
         try:
-            return socket.create_server((local, int(port)), backlog=64)
+            if _is_loopback(host):
+                return socket.create_server((host, int(port)), backlog=64)
+            if not socket.has_dualstack_ipv6():
+                return socket.create_server(("", int(port)), backlog=64)
+            return socket.create_server(
+                ("", int(port)), family=socket.AF_INET6, dualstack_ipv6=True, backlog=64
+            )
         except OSError as error:
             raise StartupError(
                 f"leader_address: cannot listen on port {port}: {error.strerror}"
