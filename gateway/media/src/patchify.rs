@@ -5,6 +5,7 @@ mod split;
 use crate::resize::{Resizer, RowSource};
 use crate::types::{GridThw, ImageSize, PatchLayout, Patches, RgbFrame};
 use split::{Places, Splitter};
+use std::ops::DerefMut;
 
 /// Colour channels of a frame.
 const CHANNELS: usize = 3;
@@ -52,14 +53,15 @@ pub fn patchify_clip(frames: &[RgbFrame], layout: PatchLayout) -> Patches {
     Patches { bytes, grid, frames_per_patch: per_patch }
 }
 
-/// The whole grid of one temporal patch, filled frame by frame.
+/// The whole grid of one temporal patch, filled frame by frame, in a buffer of its own or in one
+/// that was lent.
 #[derive(Debug)]
-pub struct TemporalPatch {
+pub struct TemporalPatch<B = Vec<u8>> {
     size: ImageSize,
     layout: PatchLayout,
     num_frames: u32,
     num_added: u32,
-    bytes: Vec<u8>,
+    bytes: B,
     splitter: Splitter,
 }
 
@@ -69,9 +71,17 @@ impl TemporalPatch {
     /// # Panics
     /// When a side is not a multiple of [`PatchLayout::factor`].
     pub fn new(size: ImageSize, layout: PatchLayout, num_frames: u32) -> Self {
-        let grid = grid_of(size, layout);
-        let plane = (layout.patch_size as usize).pow(2);
-        let bytes = vec![0; grid.patches() as usize * CHANNELS * num_frames as usize * plane];
+        Self::in_buffer(size, layout, num_frames, vec![0; patch_bytes(size, layout, num_frames)])
+    }
+}
+
+impl<B: DerefMut<Target = [u8]>> TemporalPatch<B> {
+    /// The same in a buffer of [`patch_bytes`] bytes, all of which will be written.
+    ///
+    /// # Panics
+    /// As [`TemporalPatch::new`], and when the buffer has another length.
+    pub fn in_buffer(size: ImageSize, layout: PatchLayout, num_frames: u32, bytes: B) -> Self {
+        assert_eq!(bytes.len(), patch_bytes(size, layout, num_frames), "buffer of another length");
         let splitter = Splitter::new(layout.patch_size as usize);
         Self { size, layout, num_frames, num_added: 0, bytes, splitter }
     }
@@ -131,7 +141,7 @@ impl TemporalPatch {
     ///
     /// # Panics
     /// When no frame was added.
-    pub fn finish(mut self) -> Vec<u8> {
+    pub fn finish(mut self) -> B {
         assert!(self.num_added > 0, "a temporal patch without a frame");
         let plane = (self.layout.patch_size as usize).pow(2);
         let last = (self.num_added as usize - 1) * plane;
@@ -163,6 +173,15 @@ impl TemporalPatch {
         };
         self.splitter.split_row(row, places, &mut self.bytes);
     }
+}
+
+/// Bytes of one temporal patch of frames of that size.
+///
+/// # Panics
+/// When a side is not a multiple of [`PatchLayout::factor`].
+pub fn patch_bytes(size: ImageSize, layout: PatchLayout, num_frames: u32) -> usize {
+    let plane = (layout.patch_size as usize).pow(2);
+    grid_of(size, layout).patches() as usize * CHANNELS * num_frames as usize * plane
 }
 
 fn grid_of(size: ImageSize, layout: PatchLayout) -> GridThw {

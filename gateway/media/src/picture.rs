@@ -2,9 +2,9 @@
 
 use crate::decode::{DecodeLimits, JpegRows, decode_image, open_rows};
 use crate::error::MediaError;
-use crate::patchify::{TemporalPatch, patchify_resized};
+use crate::patchify::{TemporalPatch, patch_bytes};
 use crate::resize::{Resizer, RowSource};
-use crate::types::{PatchLayout, Patches};
+use crate::types::{GridThw, PatchLayout, Patches};
 
 /// What becomes of a picture, and how long it is wanted.
 pub struct PictureJob<'a> {
@@ -27,20 +27,41 @@ pub struct PictureJob<'a> {
 /// When a side of the target is not a multiple of [`PatchLayout::factor`], or the resizer is for
 /// pictures of another size.
 pub fn picture_patches(bytes: &[u8], job: PictureJob<'_>) -> Result<Option<Patches>, MediaError> {
+    let mut rows = vec![0; patch_bytes(job.resizer.target(), job.layout, 1)];
+    let grid = fill_patches(bytes, job, &mut rows)?;
+    Ok(grid.map(|grid| Patches { grid, bytes: rows, frames_per_patch: 1 }))
+}
+
+/// The same into a buffer of [`patch_bytes`] bytes; gives the grid. What is in the buffer after
+/// `None` or an error means nothing.
+///
+/// # Errors
+/// As [`decode_image`].
+///
+/// # Panics
+/// As [`picture_patches`], and when the buffer has another length.
+pub fn fill_patches(
+    bytes: &[u8],
+    job: PictureJob<'_>,
+    buffer: &mut [u8],
+) -> Result<Option<GridThw>, MediaError> {
     let PictureJob { limits, resizer, layout, is_wanted } = job;
+    let mut slice = TemporalPatch::in_buffer(resizer.target(), layout, 1, buffer);
+    let grid = slice.grid();
     let Some(rows) = open_rows(bytes, limits)? else {
         let frame = decode_image(bytes, limits)?;
-        return Ok(is_wanted().then(|| patchify_resized(&frame, resizer, layout)));
+        return Ok(is_wanted().then(|| {
+            slice.add(&frame, resizer);
+            grid
+        }));
     };
     assert_eq!(rows.size(), resizer.source(), "a picture of another size");
-    let mut slice = TemporalPatch::new(resizer.target(), layout, 1);
     let mut watched = Watched { rows, is_wanted };
     match slice.add_rows(&mut watched, resizer) {
-        Err(Ended::Unwanted) => return Ok(None),
-        Err(Ended::Broken(error)) => return Err(error),
-        Ok(()) => watched.rows.finish()?,
+        Err(Ended::Unwanted) => Ok(None),
+        Err(Ended::Broken(error)) => Err(error),
+        Ok(()) => watched.rows.finish().map(|()| Some(grid)),
     }
-    Ok(Some(Patches { grid: slice.grid(), bytes: slice.finish(), frames_per_patch: 1 }))
 }
 
 /// Rows that end when nobody wants them any more.
