@@ -18,6 +18,7 @@
 #include <memory>
 #include <mutex>
 #include <random>
+#include <set>
 #include <thread>
 #include <vector>
 
@@ -69,9 +70,12 @@ struct Block {
     std::vector<std::unique_ptr<Fiber>> fibers;
     std::vector<Warp> warps;
     std::map<int, NamedBarrier> barriers;
-    int all_arrived = 0, alive = 0, all_or = 0, last_or = 0;
+    int all_arrived = 0, all_or = 0, last_or = 0;
+    std::atomic<int> alive{0};  // threads that have not ended
     unsigned all_turns = 0;
     std::vector<std::function<void()>> landing;        // asynchronous copies under way
+    // (block, thread) of what arrived from all blocks in the open phase of a barrier here
+    std::map<const char*, std::set<std::pair<int, int>>> arrivals;
     char* anchor = nullptr;
     std::mt19937 random;
     jmp_buf scheduler;
@@ -84,6 +88,11 @@ inline std::mutex barrier_mutex;  // of every asynchronous barrier: copies come 
 inline thread_local Block* block = nullptr;
 inline thread_local char anchor_of_block = 0;
 alignas(128) inline thread_local uint8_t dynamic_shared[kDynamicBytes];
+
+[[noreturn]] inline void fail(const char* what) {
+    std::fprintf(stderr, "%s: block %u\n", what, block->index.x);
+    std::abort();
+}
 
 inline Fiber& self() { return *block->running; }
 
@@ -185,8 +194,7 @@ inline void run_block() {
         if (block->progress) {
             idle = 0;
         } else if (++idle > kStuckRounds) {
-            std::fprintf(stderr, "a kernel is stuck: block %u\n", block->index.x);
-            std::abort();
+            fail("a kernel is stuck");
         } else {
             std::this_thread::yield();
         }

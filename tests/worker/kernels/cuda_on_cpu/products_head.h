@@ -96,8 +96,34 @@ inline void copy_tile_to_both(void* to, const CUtensorMap* map, uint64_t* barrie
 inline void copy_rows(void* to, const CUtensorMap* map, uint64_t* barrier, int x, int w, int v) {
     copy_box(to, map, barrier, {x, 0, 0, w, v}, false);
 }
+// Lands an arrival of a thread of any block. It must find the target alive, and must not be a thread's
+// second one in a phase, which would stand for another's that is still to come.
+inline void land_arrival(char* at, emulator::Block* target, std::pair<int, int> from) {
+    if (target->alive == 0) emulator::fail("an arrival at a block that has left");
+    const std::lock_guard lock(emulator::barrier_mutex);
+    AsyncBarrier& barrier = *reinterpret_cast<AsyncBarrier*>(at);
+    auto& arrivals = target->arrivals[at];
+    if (!arrivals.insert(from).second) emulator::fail("a thread's second arrival in one phase");
+    --barrier.left;
+    settle_barrier(barrier);
+    if (barrier.left == barrier.arrivals) arrivals.clear();
+}
+// lands after `rounds` of the sending block, or when that ends
+inline void arrive_after(int rounds, char* at, emulator::Block* target, std::pair<int, int> from) {
+    if (rounds > 0 && emulator::block->alive > 0) {
+        emulator::block->landing.push_back([=] { arrive_after(rounds - 1, at, target, from); });
+    } else {
+        land_arrival(at, target, from);
+    }
+}
 inline void barrier_arrive_at(uint64_t* barrier, uint32_t rank) {
-    change_barrier(remote_pointer(remote_address(shared_address(barrier), rank)), 1, 0);
+    emulator::Block& own = *emulator::block;
+    emulator::Block* const target = own.cluster->blocks[rank];
+    char* const at = remote_pointer(remote_address(shared_address(barrier), rank));
+    // one in eight from another block takes long
+    const int rounds = rank != uint32_t(own.rank) && own.random() % 8 == 0 ? own.random() % 400 : own.random() % 3;
+    const std::pair<int, int> from{own.rank, emulator::self().thread};
+    own.landing.push_back([=] { arrive_after(rounds, at, target, from); });
 }
 inline uint32_t rank_in_cluster() { return uint32_t(emulator::block->rank); }
 template <int>
