@@ -90,9 +90,10 @@ __device__ __forceinline__ void store_partial(const InvertArguments& v, const Ke
   const int64_t at = local * v.base.num_heads + piece.group * kHeads;
   store_rows(out, low > 0 ? 1 / low : 0, high > 0 ? 1 / high : 0, v.partial + at * kDim);
   if ((lane & 3) == 0) {
-    v.partial_lse[at + lane / 4] = low > 0 ? rows.max_low * scale_log2 + log2f(low) : -INFINITY;
+    // a sum that is NaN is not an empty one: its row is NaN, not what the other blocks give
+    v.partial_lse[at + lane / 4] = low == 0 ? -INFINITY : rows.max_low * scale_log2 + log2f(low);
     v.partial_lse[at + lane / 4 + 8] =
-        high > 0 ? rows.max_high * scale_log2 + log2f(high) : -INFINITY;
+        high == 0 ? -INFINITY : rows.max_high * scale_log2 + log2f(high);
   }
 }
 
