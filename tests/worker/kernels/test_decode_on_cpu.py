@@ -75,6 +75,28 @@ def test_one_stage_chooses_as_the_reference(built, seed):
     require_equal(actual, expected, what="choice")
 
 
+class LaunchesNothing:
+    """A library of which nothing may be asked."""
+
+    num_processors = 3
+
+    def launch(self, name: str, *_: object) -> None:
+        raise AssertionError(f"{name} was launched")
+
+
+def test_a_step_without_rows_launches_nothing():
+    batch = small_integers(BatchShape(seq_lens=(300, 5), num_rows=(0, 0), groups=2), 1)
+    decode = CudaDecode(LaunchesNothing(), device="cpu")  # type: ignore[arg-type]
+    assert choose(decode, batch, 5, 1).shape == (2, 0, 5)
+    blocks_GTK, num_rescored_TG = two_stages(decode, batch, 5, 1)
+    assert blocks_GTK.shape == (2, 0, 5)
+    assert num_rescored_TG.shape == (0, 2)
+    assert (
+        decode.block_attention(batch.q_THD, batch.pages, blocks_GTK, batch.rows, 1.0).shape
+        == batch.q_THD.shape
+    )
+
+
 def keys_of(kind: str, index_k: torch.Tensor) -> None:
     normal = torch.randn(index_k.shape, generator=torch.Generator().manual_seed(5))
     match kind:

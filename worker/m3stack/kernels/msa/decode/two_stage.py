@@ -66,6 +66,8 @@ def choose_blocks_two_stage(
     num_tokens, groups, _ = index_q_TGD.shape
     _check_copy(copy, index_k_PBD, num_tokens * groups)
     work = Workspace.of(index_q_TGD, rows, num_blocks)
+    if num_tokens == 0:
+        return work.blocks_GTK, work.num_rescored_TG
     launch_bounds(decode, index_q_TGD, copy, rows, work)
     settling = SettleArgs(
         q=index_q_TGD.data_ptr(),

@@ -67,6 +67,8 @@ class CudaDecode:
         """
         check_index(index_q_TGD, index_k_PBD, rows, num_blocks)
         num_tokens, groups, _ = index_q_TGD.shape
+        if num_tokens == 0:
+            return index_q_TGD.new_empty((groups, 0, num_blocks), dtype=torch.int32)
         keys = score_workspace(num_tokens * groups, rows, index_q_TGD.device)
         arguments = ScoreArgs(
             q=index_q_TGD.data_ptr(),
