@@ -92,8 +92,12 @@ class DecodeShape:
         keys = min(self.seq_len, NUM_CHOSEN * BLOCK_TOKENS)
         return self.batch * self.num_rows * GROUPS * keys * 2 * HEAD_DIM * bytes_per_value
 
-    def input_sets(self) -> list[MsaBatch]:
-        """As many inputs as keep each one out of L2 until its next turn, all with the same rows."""
+    def input_sets(self, bytes_per_call: float) -> list[MsaBatch]:
+        """As many inputs as keep each one out of L2 until its next turn, all with the same rows.
+
+        Args:
+            bytes_per_call: what the call that reads least of them reads.
+        """
         shape = BatchShape(
             seq_lens=(self.seq_len,) * self.batch,
             num_rows=(self.num_rows,) * self.batch,
@@ -101,12 +105,25 @@ class DecodeShape:
             heads_per_group=HEADS_PER_GROUP,
             shared_pages=self.shared_len // BLOCK_TOKENS,
         )
-        count = num_input_sets(self.index_bytes() + self.attend_bytes())
+        count = num_input_sets(bytes_per_call)
         first = make_batch(shape, device="cuda", seed=0, rows_seed=0)
         rest = [
             make_batch(shape, device="cuda", seed=seed, rows_seed=0) for seed in range(1, count)
         ]
         return [first, *(dataclasses.replace(batch, rows=first.rows) for batch in rest)]
+
+    def fresh_blocks(self, turn: int) -> Tensor:
+        """Blocks that no other turn attends to, until all of a sequence have been: int32 [G, T, K].
+
+        Attention alone reads so little of a pool that its turns can share one.
+        """
+        num_blocks = self.seq_len // BLOCK_TOKENS
+        generator = torch.Generator().manual_seed(0)
+        order_GSJ = torch.rand((GROUPS, self.batch, num_blocks), generator=generator).argsort(-1)
+        count = self.num_rows * NUM_CHOSEN
+        places = torch.arange(turn * count, (turn + 1) * count) % num_blocks
+        blocks_GTK = order_GSJ[:, :, places].view(GROUPS, -1, NUM_CHOSEN)
+        return blocks_GTK.sort(-1).values.to(torch.int32)
 
 
 def choose(kernels: DecodeKernels, batch: MsaBatch) -> Tensor:
@@ -147,18 +164,17 @@ def calls_on(run: Callable[[MsaBatch], object], batches: Sequence[MsaBatch]) -> 
 def prepare_layer(shape: DecodeShape, ceilings: Ceilings) -> Prepared:
     """The layer by the CUDA kernels; beside it its halves, dense attention and portable Triton."""
     kernels = CudaDecode(DecodeLibrary())
-    batches = shape.input_sets()
-    attend = [
-        partial(
-            kernels.block_attention,
-            batch.q_THD,
-            batch.pages,
-            choose(kernels, batch),
-            batch.rows,
-            SCALE,
-        )
-        for batch in batches
-    ]
+    # the choice alone is timed too
+    batches = shape.input_sets(shape.index_bytes())
+
+    def attend_at(turn: int) -> Call:
+        batch = batches[turn % len(batches)]
+        blocks_GTK = shape.fresh_blocks(turn // len(batches)).to(batch.q_THD.device)
+        inputs = (batch.q_THD, batch.pages, blocks_GTK, batch.rows, SCALE)
+        return partial(kernels.block_attention, *inputs)
+
+    turns = max(len(batches), num_input_sets(shape.attend_bytes()))
+    attend = [attend_at(turn) for turn in range(turns)]
     peers = {
         "choose": calls_on(partial(choose, kernels), batches),
         "attend": attend,
@@ -180,7 +196,7 @@ def prepare_layer(shape: DecodeShape, ceilings: Ceilings) -> Prepared:
 def prepare_two_stage(shape: DecodeShape, ceilings: Ceilings) -> Prepared:
     """The layer with the exact two-stage choice; checked for equality with the one-stage choice."""
     kernels = CudaDecode(DecodeLibrary())
-    batches = shape.input_sets()
+    batches = shape.input_sets(shape.index_bytes(COPY_BYTES))
     copies = [IndexCopy.of(index_keys(batch)) for batch in batches]
     pairs = list(zip(batches, copies, strict=True))
 
@@ -223,7 +239,7 @@ def prepare_two_stage(shape: DecodeShape, ceilings: Ceilings) -> Prepared:
 def prepare_fp8(shape: DecodeShape, ceilings: Ceilings) -> Prepared:
     """Attention over e4m3 pages, the choice given; beside it the same in bf16."""
     kernels = CudaDecode(DecodeLibrary())
-    batches = shape.input_sets()
+    batches = shape.input_sets(shape.attend_bytes(1.0))
     chosen = [choose(kernels, batch) for batch in batches]
     pools = [quantised_in_parts(batch.pages) for batch in batches]
 

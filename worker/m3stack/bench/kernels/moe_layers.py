@@ -67,7 +67,7 @@ class MoeShape:
         """Of all products a token takes part in, the router's left out."""
         return 2.0 * self.expert_values * self.tokens * (self.top_k + with_shared)
 
-    def least_bytes(self, used_experts: int, bytes_per_value: float) -> float:
+    def least_bytes(self, used_experts: float, bytes_per_value: float) -> float:
         """Weights of the used experts and the shared one, router, tokens in and out, once each."""
         weights = (used_experts + 1) * self.expert_values * bytes_per_value
         return weights + 4 * self.experts * self.width + 4 * self.tokens * self.width
