@@ -6,6 +6,7 @@ What the emulator cannot tell: whether a PTX wrapper says what its name says, an
 from __future__ import annotations
 
 import shutil
+from collections.abc import Iterator
 from pathlib import Path as FilePath
 
 import pytest
@@ -17,6 +18,7 @@ pytest.importorskip("triton")
 
 from m3stack.kernels.interface import SharedExpert, Weight
 from m3stack.kernels.moe import reference
+from m3stack.kernels.moe.cuda_library import SOME_TOKENS, Mode, RingArgs
 from m3stack.kernels.moe.with_cuda import CudaExperts, Path, choose_path
 from m3stack.kernels.moe.with_triton import TritonExperts
 from m3stack.kernels.quantised import mxfp8
@@ -110,6 +112,50 @@ def test_linears_of_many_tokens_are_the_reference_s(built: FilePath) -> None:
     assert (out.float() - expected).norm() / expected.norm() < CLOSE
 
 
+class WatchedExperts(EmulatedExperts):
+    """Notes the blocks that its rings are made for."""
+
+    def __init__(self, path: FilePath) -> None:
+        super().__init__(path, processors=4, seed=1)
+        self.blocks: list[int] = []
+
+    def ring(self, arguments: RingArgs, maps: list[bytes], mode: Mode, most: int) -> None:
+        self.blocks.append(most)
+        super().ring(arguments, maps, mode, most)
+
+
+@pytest.fixture
+def nan_where_nothing_was_written() -> Iterator[None]:
+    """New tensors hold NaN and the largest integers."""
+    torch.use_deterministic_algorithms(True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+@pytest.mark.usefixtures("nan_where_nothing_was_written")
+def test_pairs_of_other_ranks_neither_count_as_own_nor_are_copied(built: FilePath) -> None:
+    torch.manual_seed(1)
+    gate_up, down, *own = matrices("mxfp8", 128, 128)
+    x = torch.randn(65, 128).bfloat16()
+    # this rank has half of the experts: 65 pairs for each of them would be for larger blocks
+    ids = torch.rand(65, 2 * EXPERTS).argsort(1)[:, :EXPERTS].to(torch.int32)
+    ids[ids >= EXPERTS] = -1
+    inputs = (gate_up, down, ids, torch.rand(65, EXPERTS), ALPHA, LIMIT)
+    library = WatchedExperts(built)
+    portable = TritonExperts(CPU, widen=True)
+    experts = CudaExperts(CPU, experts=2 * EXPERTS, library=library, portable=portable)
+    out = experts.run_experts(x, *inputs, shared=SharedExpert(*own)).float()
+    assert set(library.blocks) == {SOME_TOKENS}
+    expected = reference.run_experts(x.float(), *inputs, shared=SharedExpert(*own))
+    assert (out - expected).norm() / expected.norm() < CLOSE
+    order = library.sort(ids, EXPERTS, SOME_TOKENS)
+    copied = library.gather(x, order.pairs, top_k=EXPERTS, is_coded=False)
+    is_own = order.pairs >= 0
+    assert is_own.sum() == (ids >= 0).sum()
+    assert torch.equal(copied[is_own], x[order.pairs[is_own].long() // EXPERTS])
+    assert copied[~is_own].isnan().all()
+
+
 @settings(max_examples=5, deadline=None)
 @given(
     choices=st.lists(st.lists(st.integers(-1, 6), min_size=2, max_size=2), min_size=1, max_size=60),
@@ -123,7 +169,7 @@ def test_sorted_pairs_have_no_gaps_and_blocks_of_one_expert(
     library = EmulatedExperts(built, processors=4, seed=1)
     order = library.sort(ids, 7, most)
     chosen = sorted((expert, pair) for pair, expert in enumerate(flat) if expert >= 0)
-    padding = [0] * (len(flat) - len(chosen))
+    padding = [-1] * (len(flat) - len(chosen))
     assert order.pairs.tolist() == [pair for _, pair in chosen] + padding
     used = [expert for expert in order.experts.tolist() if expert >= 0]
     assert order.experts.tolist() == used + [-1] * (order.max_blocks - len(used))

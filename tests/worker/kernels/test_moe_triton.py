@@ -322,7 +322,7 @@ def test_dense_linears_in_mxfp8_are_the_reference_s(
 
 
 def test_tiles_follow_from_sizes_alone() -> None:
-    chosen = [choose_tiles(4 * tokens, 128) for tokens in (1, 8, 64, 256, 1024, 2048, 8192)]
+    chosen = [choose_tiles(4 * tokens / 128) for tokens in (1, 8, 64, 256, 1024, 2048, 8192)]
     assert chosen == [FEW, FEW, FEW, FEW, SOME, MANY, MANY]
 
 

@@ -112,11 +112,11 @@ def test_the_reference_passes_every_check_and_a_wrong_operation_none(operation):
         check_operation(operation, not_a_number, reference, SMALL, CPU)
 
 
-@pytest.mark.parametrize("operation", sorted(triton_operations(CPU)))
+@pytest.mark.parametrize("operation", sorted(triton_operations(SMALL, CPU)))
 def test_triton_operations_pass_their_checks(operation, monkeypatch):
     # the interpreter is slow; other numbers of tokens are the tests' of the experts themselves
     monkeypatch.setattr(self_check, "EXPERT_TOKENS", (1, 5))
-    run = triton_operations(CPU)[operation]
+    run = triton_operations(SMALL, CPU)[operation]
     check_operation(operation, run, reference_kernels(), SMALL, CPU)
 
 

@@ -59,7 +59,7 @@ def cuda_operations(shape: KernelShape, device: torch.device) -> dict[str, Calla
     """
     if triton_table is None:
         raise KernelUnavailableError("back end cuda needs triton beside it (pip install triton)")
-    msa, experts = CudaMsa(shape), CudaExperts(device)
+    msa, experts = CudaMsa(shape), CudaExperts(device, experts=shape.experts)
     candidates = CudaCandidates(CandidateLibrary(), msa.decode, msa.prefill)
     return {
         "choose_blocks": msa.choose_blocks,
@@ -72,7 +72,7 @@ def cuda_operations(shape: KernelShape, device: torch.device) -> dict[str, Calla
     }
 
 
-def triton_operations(device: torch.device) -> dict[str, Callable]:
+def triton_operations(shape: KernelShape, device: torch.device) -> dict[str, Callable]:
     """What Triton serves; see `triton_table`.
 
     Raises:
@@ -80,7 +80,7 @@ def triton_operations(device: torch.device) -> dict[str, Callable]:
     """
     if triton_table is None:
         raise KernelUnavailableError("back end triton is not installed (pip install triton)")
-    return triton_table.triton_operations(device)
+    return triton_table.triton_operations(shape, device)
 
 
 def torch_operations() -> dict[str, Callable]:

@@ -104,7 +104,7 @@ def _operations(rung: BackEnd, shape: KernelShape, device: torch.device) -> dict
         case BackEnd.CUDA:
             return gpu_back_ends.cuda_operations(shape, device)
         case BackEnd.TRITON:
-            return gpu_back_ends.triton_operations(device)
+            return gpu_back_ends.triton_operations(shape, device)
         case BackEnd.TORCH:
             return gpu_back_ends.torch_operations()
 

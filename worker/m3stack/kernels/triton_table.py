@@ -16,6 +16,7 @@ from m3stack.kernels.msa.prefill import with_triton as prefill
 from m3stack.kernels.msa.prefill.widened_pages import block_attention_fp8, pays_to_widen
 from m3stack.kernels.pointwise import with_triton as pointwise
 from m3stack.kernels.quantised import with_triton as quantised
+from m3stack.kernels.shape import KernelShape
 
 # query rows of a sequence up to which one program takes all rows of a page
 MAX_DECODE_ROWS = 8
@@ -60,9 +61,9 @@ def paged_attention(q_THD: Tensor, pages: LayerPages, rows: PagedRows, scale: fl
     return attention.paged_attention(q_THD.contiguous(), pages, rows, scale)
 
 
-def triton_operations(device: torch.device) -> dict[str, Callable]:
+def triton_operations(shape: KernelShape, device: torch.device) -> dict[str, Callable]:
     """Operation name of `interface.Kernels` to implementation."""
-    msa, experts = TritonMsa(), TritonExperts(device)
+    msa, experts = TritonMsa(), TritonExperts(device, experts=shape.experts)
     return {
         "gemma_norm": pointwise.gemma_norm,
         "swiglu_oai": pointwise.swiglu_oai,

@@ -9,7 +9,7 @@ constexpr int kSortThreads = 1024, kSortWarps = kSortThreads / 32, kMostExperts 
 
 struct SortArgs {
     const int32_t* ids;  // [num_pairs]; negative ones are in no block
-    int32_t* pairs;      // [num_pairs], ascending by expert and number; zeros past the sorted ones
+    int32_t* pairs;      // [num_pairs], ascending by expert and number; -1 past the sorted ones
     int32_t* experts;    // [max_blocks], -1 where a block is not used
     int32_t* firsts;     // [max_blocks]
     int32_t* counts;     // [max_blocks]
@@ -78,7 +78,7 @@ __global__ void __launch_bounds__(kSortThreads) sort_kernel(const __grid_constan
     if (expert != a.num_experts - 1) return;
     all_rows = start + count;
     all_blocks = first + own;
-    for (int i = all_rows + thread; i < a.num_pairs; i += kSortThreads) a.pairs[i] = 0;
+    for (int i = all_rows + thread; i < a.num_pairs; i += kSortThreads) a.pairs[i] = -1;
     for (int i = all_blocks + thread; i < a.max_blocks; i += kSortThreads) {
         a.experts[i] = -1;
         a.firsts[i] = a.counts[i] = 0;
@@ -87,8 +87,8 @@ __global__ void __launch_bounds__(kSortThreads) sort_kernel(const __grid_constan
 
 struct GatherArgs {
     const void* x;         // bf16 [tokens, width]
-    const int32_t* pairs;  // [rows], or null: row t is token t
-    void* out;             // bf16 [rows, width]
+    const int32_t* pairs;  // [rows], negative ones last, or null: row t is token t
+    void* out;             // bf16 [rows, width], none for a negative pair
     int64_t x_row;         // elements between rows of x
     int32_t top_k;
     int32_t width;
@@ -99,6 +99,7 @@ constexpr int kGatherThreads = 192;
 
 __global__ void __launch_bounds__(kGatherThreads) gather_kernel(const __grid_constant__ GatherArgs a) {
     const int64_t row = blockIdx.x;
+    if (a.pairs != nullptr && a.pairs[row] < 0) return;
     const int64_t token = a.pairs == nullptr ? row : a.pairs[row] / a.top_k;
     const auto* from = static_cast<const __nv_bfloat16*>(a.x) + token * a.x_row;
     auto* to = static_cast<__nv_bfloat16*>(a.out) + row * a.width;

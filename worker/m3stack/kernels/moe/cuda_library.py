@@ -168,7 +168,7 @@ class SortedPairs:
     """Pairs by expert without gaps, cut into blocks of one expert each.
 
     Attributes:
-        pairs: int32 [pairs], ascending by expert; zeros past those of negative ids.
+        pairs: int32 [pairs], ascending by expert; then -1, for those of negative ids.
         experts: int32 [blocks], ascending; -1 where a block is not used.
         firsts, counts: int32 [blocks], where in `pairs` a block starts and how many it has.
     """
@@ -317,6 +317,8 @@ class ExpertLibrary:
 
     def gather(self, x: Tensor, pairs: Tensor | None, *, top_k: int, is_coded: bool) -> Tensor:
         """bf16 [pairs, width]: the token of each pair; each token once where `pairs` is None.
+
+        Rows of negative pairs, those that no expert here has, are left as they are allocated.
 
         Args:
             x: bf16 [tokens, width], rows on multiples of 16 bytes.

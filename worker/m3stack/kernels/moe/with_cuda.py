@@ -55,7 +55,7 @@ class Path(StrEnum):
 
 
 def choose_path(num_tokens: int, num_pairs: int, num_experts: int, *, is_mxfp8: bool) -> Path:
-    """What was fastest, by the pairs an expert has on average; a function of sizes alone."""
+    """What was fastest, by the pairs an expert of any rank has on average: by sizes alone."""
     average = num_pairs / num_experts
     if is_mxfp8:
         if average <= 3:
@@ -72,6 +72,8 @@ class CudaExperts:
 
     Args:
         device: of the weights.
+        experts: of a layer, those of all ranks, whose pairs are in every call, with negative ids;
+            those whose weights are given where None.
         path: what computes experts, where the choice by size is not wanted.
         library: the built kernels, where they are not this device's.
         portable: what serves the rest.
@@ -84,14 +86,15 @@ class CudaExperts:
         self,
         device: torch.device,
         *,
+        experts: int | None = None,
         path: Path | None = None,
         library: ExpertLibrary | None = None,
         portable: TritonExperts | None = None,
     ) -> None:
         self._library = library or ExpertLibrary()
-        self._triton = portable or TritonExperts(device)
+        self._triton = portable or TritonExperts(device, experts=experts)
         self._arrived = torch.zeros(1, dtype=torch.int32, device=device)
-        self._path = path
+        self._path, self._experts = path, experts
 
     def route_tokens(
         self, x_TM: Tensor, router_EM: Tensor, bias_E: Tensor, top_k: int
@@ -163,7 +166,7 @@ class CudaExperts:
         factor: float = 1.0,
     ) -> Tensor:
         """See `interface.RunExperts`."""
-        num_experts, num_pairs = _elements(gate_up_EfM).shape[0], ids_Tk.numel()
+        num_experts, num_pairs = self._experts or len(_elements(gate_up_EfM)), ids_Tk.numel()
         routed = _Matrices(gate_up_EfM, down_EMF)
         path = self._path or choose_path(
             len(x_TM), num_pairs, num_experts, is_mxfp8=routed.is_mxfp8
@@ -218,7 +221,7 @@ class CudaExperts:
 
 
 def few_block_tokens(num_pairs: int, num_experts: int) -> int:
-    """Tokens of a block of few by the pairs an expert has on average.
+    """Tokens of a block of few by the pairs an expert of any rank has on average.
 
     A block more of an expert reads its weights again, so blocks hold about the average and two
     deviations of random routing.

@@ -45,9 +45,8 @@ MANY = Tiles(pairs=128, outputs=128, inputs=64, shared_blocks=4, num_warps=8, nu
 COMBINED_COLUMNS = 1024
 
 
-def choose_tiles(num_pairs: int, num_experts: int) -> Tiles:
-    """Tiles by the pairs an expert has on average; a function of sizes alone."""
-    average = num_pairs / num_experts
+def choose_tiles(average: float) -> Tiles:
+    """Tiles by the pairs an expert of any rank has on average; a function of sizes alone."""
     if average <= 8:
         return FEW
     return SOME if average <= 48 else MANY
@@ -224,15 +223,22 @@ class TritonExperts(TritonRouter):
     """Routing and routed experts for one device.
 
     Args:
+        experts: of a layer, those of all ranks, whose pairs are in every call, with negative ids;
+            those whose weights are given where None.
         widen: products in fp32, as Triton's interpreter needs for bf16 operands.
         tiles: sizes of the products, where the choice by size is not wanted.
     """
 
     def __init__(
-        self, device: torch.device, *, widen: bool = False, tiles: Tiles | None = None
+        self,
+        device: torch.device,
+        *,
+        experts: int | None = None,
+        widen: bool = False,
+        tiles: Tiles | None = None,
     ) -> None:
         super().__init__(device)
-        self._widen, self._tiles = widen, tiles
+        self._experts, self._widen, self._tiles = experts, widen, tiles
 
     def run_experts(
         self,
@@ -262,11 +268,14 @@ class TritonExperts(TritonRouter):
         ids_Tk, weights_Tk = ids_Tk.contiguous(), weights_Tk.contiguous()
         clamp = (alpha, limit)
         matrices = (_parts(gate_up_EfM), _parts(down_EMF))
-        self._products(x_TM, *matrices, ids_Tk, (weights_Tk, factor), clamp, results[:num_pairs])
+        average = num_pairs / (self._experts or matrices[0].elements.shape[0])
+        given = (weights_Tk, factor)
+        self._products(x_TM, *matrices, ids_Tk, given, clamp, results[:num_pairs], average=average)
         if shared is not None:
             first_T1 = torch.zeros(num_tokens, 1, dtype=torch.int32, device=x_TM.device)
             matrices = (_parts(shared.gate_up_fM).stack(), _parts(shared.down_MF).stack())
-            self._products(x_TM, *matrices, first_T1, None, clamp, results[num_pairs:])
+            own = results[num_pairs:]
+            self._products(x_TM, *matrices, first_T1, None, clamp, own, average=num_tokens)
         combine(results, ids_Tk, out, None if shared is None else results[num_pairs:])
         return out
 
@@ -279,6 +288,8 @@ class TritonExperts(TritonRouter):
         weights: tuple[Tensor, float] | None,
         clamp: tuple[float, float],
         results: Tensor,
+        *,
+        average: float,
     ) -> None:
         """Writes the weighted result of each pair, fp32 [T * k, M]; not those of negative ids."""
         num_experts, twice_inner, width = up.elements.shape
@@ -286,7 +297,7 @@ class TritonExperts(TritonRouter):
         _check_inputs(x_TM, up, down, self._widen)
         if num_pairs == 0:
             return
-        tiles = self._tiles or fitted(choose_tiles(num_pairs, num_experts), up.elements.dtype)
+        tiles = self._tiles or fitted(choose_tiles(average), up.elements.dtype)
         blocks = group_pairs(ids_Tk, num_experts, tiles.pairs)
         hidden = torch.empty(num_pairs, inner, dtype=x_TM.dtype, device=x_TM.device)
         sizes = {
