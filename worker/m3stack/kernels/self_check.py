@@ -6,10 +6,11 @@ A wrong driver, compiler or library shows here, by name, before the first reques
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from m3stack.kernels.build import KernelUnavailableError
 from m3stack.kernels.interface import (
@@ -23,6 +24,7 @@ from m3stack.kernels.interface import (
     Weight,
 )
 from m3stack.kernels.msa.candidates import part_of_rows
+from m3stack.kernels.msa.index_copy import IndexCopy, copy_index_keys, page_bytes
 from m3stack.kernels.quantised import mxfp8
 from m3stack.kernels.shape import KernelShape
 
@@ -32,6 +34,11 @@ LIMIT = 2e-2
 WIDTH, INNER = 384, 128
 # few tokens and many take different kernels
 EXPERT_TOKENS = (1, 5, 33, 300)
+ROUTED_TOKENS = (1, 2, 33)
+# of a GPU: decode rows that share its processors in other ways, and a chunk of many rows
+DECODE_ROWS, CHUNK_ROWS = (9, 40), 1100
+# keys that a sequence is said to have at most: an index copy is worth reading first
+COPIED_TOKENS = 1 << 18
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,12 +77,19 @@ def check_operation(
 
 
 def steps(shape: KernelShape, device: torch.device) -> list[Step]:
-    """A decode step and a step with a chunk, each past the length where blocks are left out."""
+    """Decode steps and steps with a chunk, each past the length where blocks are left out."""
     long = (shape.num_blocks + 5) * shape.page_tokens + 3
-    return [
+    made = [
         _step(shape, device, seq_lens=(long, 5, 0), num_rows=(1, 1, 1)),
         _step(shape, device, seq_lens=(long, shape.page_tokens), num_rows=(40, 1)),
     ]
+    if device.type == "cuda":
+        made += [
+            _step(shape, device, seq_lens=(long, *[5] * (count - 1)), num_rows=(1,) * count)
+            for count in DECODE_ROWS
+        ]
+        made.append(_step(shape, device, seq_lens=(long + CHUNK_ROWS,), num_rows=(CHUNK_ROWS,)))
+    return made
 
 
 def _step(
@@ -185,6 +199,34 @@ def _check_choice(run: Callable, reference: Kernels, shape: KernelShape, device:
         inputs = (*inputs, shape.num_blocks, shape.num_local_blocks)
         if not torch.equal(run(*inputs), reference.choose_blocks(*inputs)):
             raise KernelUnavailableError("choose_blocks: other blocks than the reference chooses")
+    if device.type == "cuda":
+        step, copy = _copied_step(shape, device)
+        inputs = (step.index_q_TGD, step.pages.index_k_PBD, step.rows)
+        inputs = (*inputs, shape.num_blocks, shape.num_local_blocks)
+        if not torch.equal(run(*inputs, copy), reference.choose_blocks(*inputs)):
+            raise KernelUnavailableError(
+                "choose_blocks: with an index copy other blocks than the reference chooses"
+            )
+
+
+def _copied_step(shape: KernelShape, device: torch.device) -> tuple[Step, Tensor]:
+    """A decode step whose lengths, for all that the host knows, pay for reading a copy first."""
+    step = steps(shape, device)[0]
+    table, index_k_PBD = step.rows.page_table_SJ, step.pages.index_k_PBD
+    assert index_k_PBD is not None
+    width = COPIED_TOKENS // shape.page_tokens
+    rows = replace(
+        step.rows,
+        page_table_SJ=functional.pad(table, (0, width - table.shape[1])),
+        max_seq_len=COPIED_TOKENS,
+    )
+    size = page_bytes(shape.page_tokens, shape.head_dim)
+    copy_PX = torch.empty((len(index_k_PBD), size), dtype=torch.uint8, device=device)
+    copy = IndexCopy.over(copy_PX, shape.page_tokens)
+    keys_PBD, meta_PB = copy_index_keys(index_k_PBD)
+    copy.keys_PBD.copy_(keys_PBD)
+    copy.meta_PB.copy_(meta_PB)
+    return replace(step, rows=rows), copy_PX
 
 
 def _parts(step: Step, shape: KernelShape, ranks: int) -> Iterator[tuple[Tensor, PartRows]]:
@@ -248,14 +290,17 @@ def _check_blocks(run: Callable, reference: Kernels, shape: KernelShape, device:
 
 
 def _check_routing(run: Callable, reference: Kernels, shape: KernelShape, device: torch.device):
-    x, router = _integers(shape, device, 33, WIDTH), _integers(shape, device, shape.experts, WIDTH)
+    router = _integers(shape, device, shape.experts, WIDTH)
     bias = _integers(shape, device, shape.experts).float() / 4
-    # scores between 0 and 1 that sums in another order leave as they are
-    inputs = (x, router.float() / 64, bias, shape.experts_per_token)
-    (ids, weights), (expected_ids, expected_weights) = run(*inputs), reference.route_tokens(*inputs)
-    if not torch.equal(ids, expected_ids):
-        raise KernelUnavailableError("route_tokens: other experts than the reference chooses")
-    _require_close("route_tokens", weights, expected_weights)
+    for num_tokens in ROUTED_TOKENS:
+        x = _integers(shape, device, num_tokens, WIDTH)
+        # scores between 0 and 1 that sums in another order leave as they are
+        inputs = (x, router.float() / 64, bias, shape.experts_per_token)
+        ids, weights = run(*inputs)
+        expected_ids, expected_weights = reference.route_tokens(*inputs)
+        if not torch.equal(ids, expected_ids):
+            raise KernelUnavailableError("route_tokens: other experts than the reference chooses")
+        _require_close("route_tokens", weights, expected_weights)
 
 
 def _check_experts(run: Callable, reference: Kernels, shape: KernelShape, device: torch.device):
@@ -270,7 +315,9 @@ def _check_experts(run: Callable, reference: Kernels, shape: KernelShape, device
         gate_up, down, *coded_own = (mxfp8.encode(one) for one in (*plain, *own))
         forms.append(((gate_up, down), SharedExpert(*coded_own)))
     chosen = min(shape.experts_per_token, experts)
-    for num_tokens in EXPERT_TOKENS:
+    # the choice of a kernel counts on all experts: as many tokens more as there are fewer here
+    most = EXPERT_TOKENS[-1] * shape.experts // experts
+    for num_tokens in sorted({*EXPERT_TOKENS, most}):
         x = _normal(shape, device, num_tokens, WIDTH)
         ids = _normal(shape, device, num_tokens, experts).argsort(1)[:, :chosen].to(torch.int32)
         ids[-1, -1] = -1
