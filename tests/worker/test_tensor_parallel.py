@@ -69,6 +69,8 @@ def whole_tokens() -> list[list[int]]:
         (2, {}),
         (2, {"expert_parallel": 2, "shard_index_keys": True}),
         (4, {"expert_parallel": 2, "shard_index_keys": True}),
+        (2, {"step_overlap": "on"}),
+        (4, {"expert_parallel": 2, "shard_index_keys": True, "step_overlap": "on"}),
         pytest.param(4, {}, marks=pytest.mark.soak),
         pytest.param(4, {"expert_parallel": 4}, marks=pytest.mark.soak),
         pytest.param(4, {"shard_index_keys": True}, marks=pytest.mark.soak),
@@ -99,9 +101,10 @@ def test_ranks_preempt_offload_and_restore_together(monkeypatch: pytest.MonkeyPa
     assert serve_around(settings, scenario) == EXIT_DRAINED
 
 
+@pytest.mark.parametrize("overlap", ["off", "on"])
 @pytest.mark.parametrize("is_busy", [True, False])
 def test_a_dead_rank_ends_the_worker_with_its_name(
-    is_busy: bool, caplog: pytest.LogCaptureFixture
+    is_busy: bool, overlap: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     logging.getLogger("m3stack.group").addHandler(caplog.handler)
 
@@ -123,7 +126,8 @@ def test_a_dead_rank_ends_the_worker_with_its_name(
         for _ in served.client.watch():
             pass
 
-    assert serve_around(config(tensor_parallel=2), scenario) == EXIT_FAILED
+    settings = config(tensor_parallel=2, step_overlap=overlap)
+    assert serve_around(settings, scenario) == EXIT_FAILED
     logging.getLogger("m3stack.group").removeHandler(caplog.handler)
     assert "rank 1 ended with exit code -9" in caplog.text
     assert not multiprocessing.active_children()

@@ -23,8 +23,8 @@ from m3stack.engine.encoder import Encoder, FeatureBook, FollowerBook
 from m3stack.engine.engine import EngineParts, EngineSettings
 from m3stack.engine.grammar import GrammarCompiler, Vocabulary
 from m3stack.engine.inputs import InputBuilder
-from m3stack.engine.leader import FollowerRunner, GroupPeers, LeaderRunner
-from m3stack.engine.runner import NO_PEERS, Forward, ModelRunner, Peers, Runner
+from m3stack.engine.leader import AheadLeader, FollowerRunner, GroupPeers
+from m3stack.engine.runner import NO_PEERS, AheadRunner, Forward, ModelRunner, Peers, Runner
 from m3stack.engine.sampler import Sampler
 from m3stack.engine.scheduler import Scheduler
 from m3stack.errors import LoadingStoppedError, StartupError
@@ -143,7 +143,7 @@ def build_follower(
     rank = place_of(config, mesh.rank)
     own = RankParts(pool, encoder, rank, hardware.device)
     port = follower_port(model_config, own, mesh, book)
-    return FollowerRunner(runner, book, port.obey)
+    return FollowerRunner(runner, book, port.obey, mesh=mesh, device=hardware.device)
 
 
 @dataclass(frozen=True, slots=True)
@@ -195,11 +195,11 @@ def _assemble_leader(config: WorkerConfig, ground: Ground, around: Surroundings)
     forward = forward_of(config, model, pool, hardware.device, is_alone=mesh.size == 1)
     around.metrics.watch_device(device_counts(model, pool, forward))
     whole = _runner(model, pool, host_pool, encoder, forward=forward, sampler=sampler, peers=peers)
-    runner: Runner = whole
+    runner: AheadRunner = whole
     if group is not None:
         group.set_up(Setup(pool.num_pages, host_pool.num_slots if host_pool else 0))
-        runner = LeaderRunner(
-            runner, send=group.send, explain=group.lost, noticed=lambda: group.noticed
+        runner = AheadLeader(
+            whole, mesh, send=group.send, explain=group.lost, noticed=lambda: group.noticed
         )
     parts = EngineParts(
         scheduler=Scheduler(limits, pages, around.media, pace_of(config, hardware.device)),
@@ -207,7 +207,7 @@ def _assemble_leader(config: WorkerConfig, ground: Ground, around: Surroundings)
         runner=runner,
         media=around.media,
         metrics=around.metrics,
-        ahead=whole if overlaps_steps(config, hardware.device) else None,
+        ahead=runner if overlaps_steps(config, hardware.device) else None,
     )
     settings = EngineSettings(
         page_tokens=model_config.block_tokens,

@@ -34,6 +34,10 @@ class Mesh(Protocol):
         """Of [size * n, ...], the r-th n rows go to rank r; what came, in the order of ranks."""
         ...
 
+    def broadcast(self, x: Tensor) -> Tensor:
+        """Rank 0's `x`, on every rank; what the others give is overwritten."""
+        ...
+
 
 class Alone:
     """The mesh of a single rank."""
@@ -48,6 +52,9 @@ class Alone:
         return x
 
     def all_to_all(self, x: Tensor) -> Tensor:
+        return x
+
+    def broadcast(self, x: Tensor) -> Tensor:
         return x
 
 
@@ -108,3 +115,7 @@ class ProcessMesh:
         out = torch.empty_like(x, memory_format=torch.contiguous_format)
         dist.all_to_all_single(out, x.contiguous(), group=self._group)
         return out
+
+    def broadcast(self, x: Tensor) -> Tensor:
+        dist.broadcast(x, group=self._group, group_src=0)
+        return x

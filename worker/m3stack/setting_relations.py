@@ -20,11 +20,6 @@ def check_together(config: WorkerConfig) -> None:
     Raises:
         StartupError: names the first ones that do not.
     """
-    if config.step_overlap == "on" and config.tensor_parallel > 1:
-        raise StartupError(
-            f"step_overlap is on, but tensor_parallel is {config.tensor_parallel}: the tokens of a "
-            "step under way are known to one rank only; use auto or off"
-        )
     if config.hot_pages and (config.tensor_parallel > 1 or config.host_cache_bytes > 0):
         raise StartupError(
             f"hot_pages is {config.hot_pages}, which goes neither with tensor_parallel "

@@ -94,6 +94,14 @@ class Launched:
     failed_copies: tuple[PageCopy, ...]
     draw: Draw | None = None
 
+    @property
+    def feed(self) -> TokenFeed | None:
+        """Tokens it chooses, on the device; None before it is sampled, or if it chooses none."""
+        if self.draw is None:
+            return None
+        places = {row.handle: place for place, row in enumerate(self.draw.rows)}
+        return TokenFeed(self.draw.chosen_S, places)
+
 
 class AheadRunner(Runner, Protocol):
     """A runner whose steps can be queued one behind another.
@@ -113,6 +121,14 @@ class AheadRunner(Runner, Protocol):
 
     def collect(self, step: Launched) -> StepResult:
         """What the step gave, once the device has come to its end."""
+        ...
+
+
+class FedRunner(AheadRunner, Protocol):
+    """An `AheadRunner` that can take tokens of the step before from elsewhere."""
+
+    def launch_fed(self, plan: StepPlan, feed: TokenFeed | None) -> Launched:
+        """`launch`, with the tokens that are unknown in the plan from wherever they are chosen."""
         ...
 
 
@@ -173,10 +189,14 @@ class ModelRunner:
         self.sample(step)
         return self.collect(step)
 
-    @torch.inference_mode()
     def launch(self, plan: StepPlan, after: Launched | None = None) -> Launched:
+        return self.launch_fed(plan, None if after is None else after.feed)
+
+    @torch.inference_mode()
+    def launch_fed(self, plan: StepPlan, feed: TokenFeed | None) -> Launched:
+        """`launch`, with the tokens that are unknown in the plan from wherever they are chosen."""
         with _sticky_errors():
-            return self._launch(plan, after)
+            return self._launch(plan, feed)
 
     @torch.inference_mode()
     def sample(self, step: Launched) -> None:
@@ -206,7 +226,7 @@ class ModelRunner:
                         sampled[handle] = choice
         return StepResult(sampled, step.failures, step.settled, step.failed_copies)
 
-    def _launch(self, plan: StepPlan, after: Launched | None) -> Launched:
+    def _launch(self, plan: StepPlan, feed: TokenFeed | None) -> Launched:
         self._encoder.drop(plan.evicted_media)
         failed_copies = self._copy(plan.copies)
         if plan.copies:
@@ -229,7 +249,7 @@ class ModelRunner:
         if not rows:
             return step
         media = media_rows(rows, self._media.__getitem__, self._encoder.features)
-        logits_SV = self._forward(self._inputs.build(rows, media, _feed(after)), self._caches)
+        logits_SV = self._forward(self._inputs.build(rows, media, feed), self._caches)
         if sample_rows:
             step.logits_SV = logits_SV
         return step
@@ -271,13 +291,6 @@ class ModelRunner:
                 if item.key in broken and not self._encoder.holds(item.key):
                     failures.setdefault(row.handle, "the vision encoder failed")
         return failures
-
-
-def _feed(after: Launched | None) -> TokenFeed | None:
-    if after is None or after.draw is None:
-        return None
-    places = {row.handle: place for place, row in enumerate(after.draw.rows)}
-    return TokenFeed(after.draw.chosen_S, places)
 
 
 @contextmanager

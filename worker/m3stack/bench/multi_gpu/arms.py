@@ -122,6 +122,11 @@ class BenchMesh:
             x[len(x) // self.size :] = NO_CANDIDATE
         return x
 
+    def broadcast(self, x: Tensor) -> Tensor:
+        if self._talks:
+            dist.broadcast(x, group=self._group, group_src=0)
+        return x
+
     def barrier(self) -> None:
         """Returns when all ranks that exist are here."""
         if self._group is not None:
