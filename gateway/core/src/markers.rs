@@ -4,6 +4,8 @@
 #[derive(Clone, Debug)]
 pub struct MarkerSet {
     states: Vec<State>,
+    /// A bit for each byte that begins a pattern: most text has none of them.
+    first: [u64; 4],
 }
 
 #[derive(Clone, Debug)]
@@ -37,7 +39,7 @@ impl MarkerSet {
     /// Indexes the patterns; empty ones are left out.
     pub fn new<T: AsRef<str>>(patterns: &[T]) -> Self {
         let root = State { next: Vec::new(), fallback: 0, depth: 0, found: None };
-        let mut set = Self { states: vec![root] };
+        let mut set = Self { states: vec![root], first: [0; 4] };
         for (number, pattern) in patterns.iter().enumerate() {
             set.insert(pattern.as_ref().as_bytes(), number);
         }
@@ -49,6 +51,8 @@ impl MarkerSet {
         if pattern.is_empty() {
             return;
         }
+        let first = pattern[0];
+        self.first[usize::from(first / 64)] |= 1 << (first % 64);
         let mut at = 0;
         for &byte in pattern {
             at = match self.states[at as usize].goto(byte) {
@@ -102,6 +106,9 @@ impl MarkerSet {
     pub fn scan(&self, position: &mut Position, text: &str) -> Option<Found> {
         let mut at = position.0;
         for (offset, &byte) in text.as_bytes().iter().enumerate() {
+            if at == 0 && self.first[usize::from(byte / 64)] >> (byte % 64) & 1 == 0 {
+                continue;
+            }
             at = self.step(at, byte);
             if let Some((pattern, length)) = self.states[at as usize].found {
                 *position = Position::default();

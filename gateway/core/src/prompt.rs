@@ -102,7 +102,7 @@ impl PromptBuilder {
     /// # Errors
     /// What the template refuses, and media that the template does not show.
     pub fn render(&self, conversation: &Conversation) -> Result<Rendered, RequestError> {
-        let messages = self.spec.arrange_messages(conversation.messages.clone());
+        let messages = self.spec.arrange_messages(&conversation.messages);
         let protected = Protected::new(
             &self.tokenizer,
             self.spec.assistant_markers(),

@@ -8,7 +8,7 @@ use gateway_core::conversation::{
     CompletionPrompt, CompletionTask, Conversation, Generation, MediaRef, Standing,
 };
 use gateway_core::model::ThinkingMode;
-use gateway_core::prompt::Prompt;
+use gateway_core::prompt::{Prompt, Rendered};
 use gateway_core::routing::Demand as Route;
 use gateway_core::{RequestError, RequestErrorKind};
 
@@ -40,10 +40,10 @@ pub async fn chat(
     // from here on the worker is asked, media are decoded on demand, and tokens become text:
     // see `Reply`, which does all of it when it is asked for its next step
     let began = tokio::time::Instant::now();
-    let mut job = prepare(app, conversation, visit.body_bytes() > LONG_TEXT_BYTES).await?;
+    let addressee = Addressee::of(&visit, &conversation.standing);
+    let is_long = visit.body_bytes() > LONG_TEXT_BYTES;
+    let job = prepare_for(app, conversation, is_long, Some(addressee)).await?;
     visit.trace.phase("prepare", began);
-    job.header.tenant.clone_from(&visit.tenant);
-    let job = routed(app, job, &visit).await?;
     Ok(Reply::new(app, vec![job], visit, permit))
 }
 
@@ -53,56 +53,103 @@ pub async fn chat(
 /// What the template, a media item or the context refuses.
 pub async fn prepare(
     app: &Arc<App>,
+    conversation: Conversation,
+    is_long: bool,
+) -> Result<Job, GatewayError> {
+    prepare_for(app, conversation, is_long, None).await
+}
+
+/// The same with all that is needed to choose among the workers, if there is an addressee.
+async fn prepare_for(
+    app: &Arc<App>,
     mut conversation: Conversation,
     is_long: bool,
+    addressee: Option<Addressee>,
 ) -> Result<Job, GatewayError> {
     // the conversation as the model reads it; media are still only markers
     let media = take_media(&mut conversation);
     let begin = Instant::now();
-    let (conversation, rendered, demand) = run_text(app, is_long, move |app| {
+    let render = move |app: &App| {
         let demand = Demand::of(app, &conversation.output_rules()?)?;
-        let rendered = app.model.prompt_builder.render(&conversation);
-        rendered.map(|rendered| (conversation, rendered, demand))
-    })
-    .await?;
+        let rendered = app.model.prompt_builder.render(&conversation)?;
+        Ok::<_, GatewayError>(Drawn { conversation, rendered, demand, addressee })
+    };
+    if media.is_empty() {
+        // one step, so that a long text changes threads once
+        return run_text(app, is_long, move |app| {
+            let job = render(app)?.finish(app, Vec::new());
+            app.metrics.prompt_built(begin.elapsed());
+            job
+        })
+        .await;
+    }
+    let drawn = run_text(app, is_long, render).await?;
+    let rendering = begin.elapsed();
 
     // what each picture and clip will become, from its header alone
-    let rendering = begin.elapsed();
     let begin = Instant::now();
     let planned = app.media.plan(media, &*app.model.spec, &app.admission).await?;
-    let planning = if planned.is_empty() { Duration::ZERO } else { begin.elapsed() };
+    let planning = begin.elapsed();
 
     // the whole prompt, and whether it fits
     let begin = Instant::now();
-    let plans: Vec<_> = planned.iter().map(|item| item.plan.clone()).collect();
-    let prompt =
-        run_text(app, is_long, move |app| app.model.prompt_builder.expand(&rendered, &plans))
-            .await?;
+    let job = run_text(app, is_long, move |app| drawn.finish(app, planned)).await?;
     app.metrics.prompt_built(rendering + begin.elapsed());
-    let max_tokens = room(app, prompt.token_ids.len(), &conversation.generation, "messages")?;
-
-    let grammar = Grammar::Chat {
-        options: conversation.output_options(),
-        is_single_call: !conversation.parallel_tool_calls,
-    };
-    let wishes = Wishes {
-        generation: conversation.generation,
-        max_tokens,
-        standing: conversation.standing,
-        demand,
-    };
-    let header = header(app, prompt, &planned, wishes);
-    Ok(Job { header, route: Route::default(), media: planned, grammar, echo: None, planning })
+    Ok(Job { planning, ..job })
 }
 
-/// The job with all that is needed to choose a worker for it.
-async fn routed(app: &Arc<App>, mut job: Job, visit: &Visit) -> Result<Job, GatewayError> {
-    let affinity = visit.affinity.clone().or_else(|| job.header.standing.affinity.clone());
-    run_text(app, visit.body_bytes() > LONG_TEXT_BYTES, move |app| {
-        job.route = app.workers.demand(&job.header, affinity.as_deref());
-        Ok(job)
-    })
-    .await
+/// On whose behalf a worker is asked, and what else names the worker to ask.
+struct Addressee {
+    tenant: String,
+    affinity: Option<String>,
+}
+
+impl Addressee {
+    fn of(visit: &Visit, standing: &Standing) -> Self {
+        let affinity = visit.affinity.clone().or_else(|| standing.affinity.clone());
+        Self { tenant: visit.tenant.clone(), affinity }
+    }
+
+    /// The job with all that is needed to choose a worker for it.
+    fn route(self, app: &App, mut job: Job) -> Job {
+        job.header.tenant = self.tenant;
+        job.route = app.workers.demand(&job.header, self.affinity.as_deref());
+        job
+    }
+}
+
+/// A conversation drawn by the template, its media only markers.
+struct Drawn {
+    conversation: Conversation,
+    rendered: Rendered,
+    demand: Demand,
+    addressee: Option<Addressee>,
+}
+
+impl Drawn {
+    fn finish(self, app: &App, planned: Vec<PlannedMedia>) -> Result<Job, GatewayError> {
+        let Self { conversation, rendered, demand, addressee } = self;
+        let plans: Vec<_> = planned.iter().map(|item| item.plan.clone()).collect();
+        let prompt = app.model.prompt_builder.expand(&rendered, &plans)?;
+        let max_tokens = room(app, prompt.token_ids.len(), &conversation.generation, "messages")?;
+        let grammar = Grammar::Chat {
+            options: conversation.output_options(),
+            is_single_call: !conversation.parallel_tool_calls,
+        };
+        let wishes = Wishes {
+            generation: conversation.generation,
+            max_tokens,
+            standing: conversation.standing,
+            demand,
+        };
+        let header = header(app, prompt, &planned, wishes);
+        let (route, planning) = (Route::default(), Duration::ZERO);
+        let job = Job { header, route, media: planned, grammar, echo: None, planning };
+        Ok(match addressee {
+            Some(addressee) => addressee.route(app, job),
+            None => job,
+        })
+    }
 }
 
 /// What the output must look like.
@@ -175,12 +222,13 @@ pub async fn completion(
             standing: task.standing.clone(),
             demand: demand.clone(),
         };
-        let mut header = header(app, prompt, &[], wishes);
-        header.tenant.clone_from(&visit.tenant);
+        let header = header(app, prompt, &[], wishes);
         let (route, grammar) = (Route::default(), Grammar::PlainText);
         let planning = Duration::ZERO;
         let job = Job { header, route, media: Vec::new(), grammar, echo, planning };
-        jobs.push(routed(app, job, &visit).await?);
+        let addressee = Addressee::of(&visit, &job.header.standing);
+        let route = move |app: &App| Ok::<_, GatewayError>(addressee.route(app, job));
+        jobs.push(run_text(app, is_long, route).await?);
     }
     Ok(Reply::new(app, jobs, visit, permit))
 }
@@ -225,16 +273,17 @@ pub fn check_model(app: &App, asked: Option<&str>) -> Result<(), GatewayError> {
 ///
 /// # Errors
 /// What the work says.
-pub async fn run_text<T, F>(app: &Arc<App>, is_long: bool, work: F) -> Result<T, GatewayError>
+pub async fn run_text<T, E, F>(app: &Arc<App>, is_long: bool, work: F) -> Result<T, GatewayError>
 where
     T: Send + 'static,
-    F: FnOnce(&App) -> Result<T, RequestError> + Send + 'static,
+    E: Into<GatewayError> + Send + 'static,
+    F: FnOnce(&App) -> Result<T, E> + Send + 'static,
 {
     if !is_long {
-        return Ok(work(app)?);
+        return work(app).map_err(Into::into);
     }
     let shared = Arc::clone(app);
-    Ok(app.text_pool.run(move || work(&shared)).await??)
+    app.text_pool.run(move || work(&shared)).await?.map_err(Into::into)
 }
 
 /// The media with their URLs, which may be megabytes long; the conversation keeps the rest.
@@ -313,7 +362,7 @@ fn header(app: &App, prompt: Prompt, media: &[PlannedMedia], wishes: Wishes) -> 
     RequestHeader {
         fingerprint: spec.facts().fingerprint(),
         items: items.collect(),
-        prompt_token_ids: prompt.token_ids,
+        prompt_token_ids: Arc::new(prompt.token_ids),
         stop_token_ids,
         // whoever has a visitor to ask fills it in
         tenant: String::new(),

@@ -1,11 +1,11 @@
 //! A reply in the making: one call to a worker a sample, its tokens read as they come.
 
-use std::pin::Pin;
+use std::future::poll_fn;
 use std::sync::Arc;
+use std::task::{Context, Poll};
 use std::time::Duration;
 
-use futures::FutureExt;
-use futures::stream::{self, BoxStream, SelectAll, StreamExt};
+use futures::stream::{self, SelectAll, StreamExt};
 use gateway_core::model::OutputOptions;
 use gateway_core::openai::{
     CompletionTokensDetails, Delta, FinishReason, PromptTokensDetails, TokenLogprob, Usage,
@@ -14,16 +14,16 @@ use gateway_core::output::ReplyFolder;
 use gateway_core::routing::Demand;
 use tokio::sync::watch;
 use tokio::time::Instant;
-use tokio_util::sync::WaitForCancellationFutureOwned;
 
 use crate::admission::{ByteLease, Permit};
 use crate::app::App;
 use crate::error::{ErrorKind, GatewayError};
 use crate::media::PlannedMedia;
-use crate::sample::Sample;
+use crate::rare::Rare;
+use crate::sample::{Order, Sample};
 use crate::telemetry::TokenClass;
 use crate::telemetry::traces::RequestTrace;
-use crate::workers::{RequestHeader, WorkerId};
+use crate::workers::RequestHeader;
 
 /// One caller's visit: its names, its clock, the bytes it holds.
 #[derive(Debug)]
@@ -145,15 +145,32 @@ pub struct SampleTokens {
 /// uploads, fetches, child processes, permit and leases.
 pub struct Reply {
     app: Arc<App>,
-    /// Kept from step to step: making one costs more than asking it.
-    abort: Pin<Box<WaitForCancellationFutureOwned>>,
-    steps: SelectAll<BoxStream<'static, Result<ReplyStep, GatewayError>>>,
+    abort: Rare<()>,
+    samples: Samples,
     clock: Clock,
     timing: Timing,
     usage: Usage,
     num_samples: u32,
     visit: Arc<Visit>,
     permit: Permit,
+}
+
+/// One sample is asked directly; of several, only those that have something to say.
+enum Samples {
+    One(Box<Sample>),
+    Many(SelectAll<Box<Sample>>),
+}
+
+impl Samples {
+    fn poll_next(
+        &mut self,
+        context: &mut Context<'_>,
+    ) -> Poll<Result<Option<ReplyStep>, GatewayError>> {
+        match self {
+            Self::One(sample) => sample.poll_next(context),
+            Self::Many(samples) => samples.poll_next_unpin(context).map(Option::transpose),
+        }
+    }
 }
 
 #[derive(Debug)]
@@ -168,7 +185,7 @@ impl Reply {
         let visit = Arc::new(visit);
         let mut usage = Usage::default();
         let media = jobs.iter().map(|job| job.planning).sum();
-        let mut steps = SelectAll::new();
+        let mut samples = Vec::with_capacity(jobs.len());
         let mut choice = 0;
         for job in jobs {
             count_prompt(&mut usage, &job);
@@ -176,18 +193,23 @@ impl Reply {
             let (started, follow) = watch::channel(None);
             let mut started = Some(started);
             for _ in 0..job.header.generation.num_samples {
-                let sample =
-                    Sample::new(app, Arc::clone(&job), Arc::clone(&visit), choice, started.take());
-                steps.push(after_first(sample, follow.clone()));
+                let order =
+                    started.take().map_or_else(|| Order::Later(follow.clone()), Order::First);
+                let (job, visit) = (Arc::clone(&job), Arc::clone(&visit));
+                samples.push(Box::new(Sample::new(app, job, visit, choice, order)));
                 choice += 1;
             }
         }
+        let samples = match <[_; 1]>::try_from(samples) {
+            Ok([sample]) => Samples::One(sample),
+            Err(samples) => Samples::Many(stream::select_all(samples)),
+        };
         app.metrics.tokens(TokenClass::Prompt, usage.prompt_tokens);
         permit.charge(usage.prompt_tokens);
         Self {
             app: Arc::clone(app),
-            abort: Box::pin(app.abort.clone().cancelled_owned()),
-            steps,
+            abort: Rare::new(app.abort.clone().cancelled_owned()),
+            samples,
             clock: Clock { first: None, is_over: false },
             timing: Timing { media, ..Timing::default() },
             usage,
@@ -218,33 +240,38 @@ impl Reply {
     /// # Errors
     /// The first failure of any sample; it ends the whole reply.
     pub async fn next(&mut self) -> Result<Option<ReplyStep>, GatewayError> {
+        poll_fn(|context| self.poll_next(context)).await
+    }
+
+    /// [`Reply::next`] as one step of a task.
+    pub fn poll_next(
+        &mut self,
+        context: &mut Context<'_>,
+    ) -> Poll<Result<Option<ReplyStep>, GatewayError>> {
         if self.clock.is_over {
-            return Ok(None);
+            return Poll::Ready(Ok(None));
         }
-        let step = tokio::select! {
-            biased;
-            step = self.steps.next() => step,
-            () = &mut self.abort => Some(Err(GatewayError::new(
+        let step = match self.samples.poll_next(context) {
+            Poll::Pending if self.abort.poll(context).is_ready() => Err(GatewayError::new(
                 ErrorKind::Draining,
                 "the gateway is shutting down and has no time left for this request",
-            ))),
+            )),
+            Poll::Pending => return Poll::Pending,
+            Poll::Ready(step) => step,
         };
-        match step {
-            Some(Ok(step)) => {
-                self.account(&step);
-                Ok(Some(step))
-            }
-            Some(Err(error)) => {
-                self.clock.is_over = true;
-                self.steps.clear();
-                Err(error)
-            }
-            None => {
+        match &step {
+            Ok(Some(step)) => self.account(step),
+            Ok(None) => {
                 self.clock.is_over = true;
                 self.close_account();
-                Ok(None)
+            }
+            Err(_) => {
+                self.clock.is_over = true;
+                // ends what the other samples do
+                self.samples = Samples::Many(SelectAll::new());
             }
         }
+        Poll::Ready(step)
     }
 
     /// Tokens so far; final after the last step.
@@ -298,29 +325,4 @@ fn count_prompt(usage: &mut Usage, job: &Job) {
     }
     usage.prompt_tokens += job.header.prompt_token_ids.len() as u64;
     usage.completion_tokens_details = CompletionTokensDetails::default();
-}
-
-/// A sample's steps. All but the first sample of a prompt wait until the first has started and
-/// go to the same worker: it then holds the media and the prompt's cache.
-fn after_first(
-    sample: Sample,
-    mut first: watch::Receiver<Option<WorkerId>>,
-) -> BoxStream<'static, Result<ReplyStep, GatewayError>> {
-    let begin = async move {
-        let mut sample = sample;
-        if !sample.is_first() {
-            // if the first one fails, the whole reply ends, and this with it
-            let worker = first.wait_for(Option::is_some).await.ok().and_then(|worker| *worker);
-            sample.prefer(worker);
-        }
-        stream::unfold(Some(sample), |sample| async move {
-            let mut sample = sample?;
-            match sample.next().await {
-                Ok(Some(step)) => Some((Ok(step), Some(sample))),
-                Ok(None) => None,
-                Err(error) => Some((Err(error), None)),
-            }
-        })
-    };
-    begin.flatten_stream().boxed()
 }

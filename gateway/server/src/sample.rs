@@ -1,8 +1,13 @@
 //! One sample: one call to one worker, and, before its first token, at most one more elsewhere.
 
+use std::pin::Pin;
 use std::sync::Arc;
+use std::task::{Context, Poll, ready};
 use std::time::Duration;
 
+use futures::FutureExt;
+use futures::future::BoxFuture;
+use futures::stream::Stream;
 use gateway_core::openai::{Delta, FinishReason};
 use gateway_core::output::ReplyFolder;
 use gateway_core::stop::StopMatcher;
@@ -14,7 +19,7 @@ use crate::reader::{PlainText, Reader, ReaderParts, Step};
 use crate::reply::{Grammar, Job, ReplyStep, SampleEnd, SampleTokens, Visit};
 use crate::stages::{Prepared, prepare};
 use crate::workers::{
-    GenerateCall, UploadWork, Wish, WorkerEvent, WorkerEvents, WorkerId, WorkerLease, WorkerUsage,
+    GenerateCall, UploadWork, Wish, WorkerEvent, WorkerEvents, WorkerId, WorkerUsage, silent,
 };
 
 /// One sample of one prompt.
@@ -27,18 +32,34 @@ pub struct Sample {
     seed: u64,
     reader: Reader,
     echo: Option<String>,
+    /// A worker is being found and asked.
+    opening: Option<Opening>,
     events: Option<WorkerEvents>,
     /// Tells the other samples of this prompt where it runs; only the first sample has it.
     started: Option<watch::Sender<Option<WorkerId>>>,
-    is_first: bool,
-    preferred: Option<WorkerId>,
+    /// What the first sample tells, for the others.
+    first: Option<watch::Receiver<Option<WorkerId>>>,
     /// What other workers have computed for it, once they were asked.
     prepared: Option<Prepared>,
+    /// Why the first worker was lost, and which one it was.
+    first_failure: Option<(GatewayError, WorkerId)>,
     may_retry: bool,
     cached_tokens: u64,
     /// Time in the worker's queue, until it is told.
     queue: Option<Duration>,
     is_over: bool,
+}
+
+/// Finds a worker and makes the call to it, once others have done their part.
+type Opening = BoxFuture<'static, Result<(WorkerEvents, Prepared), GatewayError>>;
+
+/// Where a sample stands among those of its prompt.
+pub enum Order {
+    /// The others wait for it, and are told where it runs.
+    First(watch::Sender<Option<WorkerId>>),
+    /// It waits for the first one and goes to the same worker, which then holds the media and the
+    /// prompt's cache.
+    Later(watch::Receiver<Option<WorkerId>>),
 }
 
 impl Sample {
@@ -48,10 +69,14 @@ impl Sample {
         job: Arc<Job>,
         visit: Arc<Visit>,
         choice: u32,
-        started: Option<watch::Sender<Option<WorkerId>>>,
+        order: Order,
     ) -> Self {
         let generation = &job.header.generation;
         let base = generation.seed.unwrap_or_else(rand::random);
+        let (started, first) = match order {
+            Order::First(started) => (Some(started), None),
+            Order::Later(first) => (None, Some(first)),
+        };
         Self {
             app: Arc::clone(app),
             seed: derived_seed(base, choice % generation.num_samples.max(1)),
@@ -59,11 +84,12 @@ impl Sample {
             echo: job.echo.clone(),
             visit,
             choice,
+            opening: None,
             events: None,
-            is_first: started.is_some(),
             started,
-            preferred: None,
+            first,
             prepared: None,
+            first_failure: None,
             may_retry: true,
             cached_tokens: 0,
             queue: None,
@@ -72,70 +98,100 @@ impl Sample {
         }
     }
 
-    /// Whether the other samples of this prompt wait for it.
-    pub fn is_first(&self) -> bool {
-        self.is_first
-    }
-
-    /// The worker that should run it.
-    pub fn prefer(&mut self, worker: Option<WorkerId>) {
-        self.preferred = worker;
-    }
-
-    /// The next step that has something to show; `None` after the last.
+    /// The next step that has something to show; `None` after the last, or after an error.
     ///
     /// # Errors
     /// What the worker, the connection or the media met.
-    pub async fn next(&mut self) -> Result<Option<ReplyStep>, GatewayError> {
+    pub fn poll_next(
+        &mut self,
+        context: &mut Context<'_>,
+    ) -> Poll<Result<Option<ReplyStep>, GatewayError>> {
         if self.is_over {
-            return Ok(None);
+            return Poll::Ready(Ok(None));
         }
         if let Some(text) = self.echo.take().filter(|text| !text.is_empty()) {
             let delta = Delta { content: Some(text), ..Delta::default() };
-            return Ok(Some(self.reply_step(vec![delta], Step::default(), None)));
+            let step = Step { deltas: vec![delta], ..Step::default() };
+            return Poll::Ready(Ok(Some(self.reply_step(step, None))));
         }
         loop {
-            match self.next_event().await? {
-                WorkerEvent::Started { queue, cached_tokens } => {
-                    self.queue = Some(queue);
-                    self.cached_tokens = u64::from(cached_tokens);
-                    self.announce();
+            let event = match ready!(self.poll_event(context)) {
+                Ok(event) => event,
+                Err(error) => {
+                    self.is_over = true;
+                    return Poll::Ready(Err(error));
                 }
-                WorkerEvent::Tokens { token_ids, logprobs } => {
-                    self.job = None;
-                    let step = self.reader.read(&token_ids, &logprobs);
-                    if step.is_stopped {
-                        // the request ends here; dropping the call tells the worker
-                        self.events = None;
-                        return Ok(Some(self.end(step, false, None)));
-                    }
-                    if !step.deltas.is_empty() || !step.logprobs.is_empty() {
-                        return Ok(Some(self.reply_step(Vec::new(), step, None)));
-                    }
+            };
+            if let Some(step) = self.take(event) {
+                return Poll::Ready(Ok(Some(step)));
+            }
+        }
+    }
+
+    /// What an event has to show.
+    fn take(&mut self, event: WorkerEvent) -> Option<ReplyStep> {
+        match event {
+            // nobody else could take it
+            WorkerEvent::Silent => None,
+            WorkerEvent::Started { queue, cached_tokens } => {
+                self.queue = Some(queue);
+                self.cached_tokens = u64::from(cached_tokens);
+                self.announce();
+                None
+            }
+            WorkerEvent::Tokens { token_ids, logprobs } => {
+                self.job = None;
+                let step = self.reader.read(&token_ids, &logprobs);
+                if step.is_stopped {
+                    // the request ends here; dropping the call tells the worker
+                    self.events = None;
+                    return Some(self.end(step, false, None));
                 }
-                WorkerEvent::Finished { is_length, usage } => {
-                    if let Some(events) = &mut self.events {
-                        events.settle();
-                    }
-                    let step = self.reader.finish();
-                    return Ok(Some(self.end(step, is_length, Some(usage))));
+                let is_shown = !step.deltas.is_empty() || !step.logprobs.is_empty();
+                is_shown.then(|| self.reply_step(step, None))
+            }
+            WorkerEvent::Finished { is_length, usage } => {
+                if let Some(events) = &mut self.events {
+                    events.settle();
                 }
+                let step = self.reader.finish();
+                Some(self.end(step, is_length, Some(usage)))
             }
         }
     }
 
     /// The worker's next word; a worker that is lost before its first token is replaced once.
-    async fn next_event(&mut self) -> Result<WorkerEvent, GatewayError> {
+    fn poll_event(&mut self, context: &mut Context<'_>) -> Poll<Result<WorkerEvent, GatewayError>> {
         loop {
-            let events = match &mut self.events {
-                Some(events) => events,
-                None => {
-                    let fresh = self.call(None).await?;
-                    self.events.insert(fresh)
+            if let Some(opening) = &mut self.opening {
+                let outcome = ready!(opening.as_mut().poll(context));
+                self.opening = None;
+                let failure = self.first_failure.take();
+                match (outcome, failure) {
+                    (Ok((events, prepared)), failure) => {
+                        failure.inspect(|failure| self.tell_retry(failure));
+                        (self.events, self.prepared) = (Some(events), Some(prepared));
+                    }
+                    // if nobody else is there, the first failure is the one to tell
+                    (Err(_), Some((error, _))) | (Err(error), None) => {
+                        return Poll::Ready(Err(error));
+                    }
                 }
+            }
+            let Some(events) = &mut self.events else {
+                self.opening = Some(self.open(None)?);
+                continue;
             };
-            let error = match events.next().await {
-                Ok(Some(event)) => return Ok(event),
+            let error = match ready!(events.poll_next(context)) {
+                Ok(Some(WorkerEvent::Silent)) if self.may_retry => {
+                    let (workers, lease) = (&self.app.workers, events.lease());
+                    let job = self.job.as_ref();
+                    if !job.is_some_and(|job| workers.has_another(&job.route, lease)) {
+                        continue;
+                    }
+                    silent()
+                }
+                Ok(Some(event)) => return Poll::Ready(Ok(event)),
                 Ok(None) => GatewayError::internal("the worker's events ended twice"),
                 Err(error) => error,
             };
@@ -144,45 +200,57 @@ impl Sample {
                 || !is_before_first_token
                 || !self.may_retry
             {
-                return Err(error);
+                return Poll::Ready(Err(error));
             }
             self.may_retry = false;
-            let Some(lost) = self.events.take() else { return Err(error) };
-            // if nobody else is there, the first failure is the one to tell
-            let Ok(fresh) = self.call(Some(lost.lease())).await else { return Err(error) };
-            tracing::warn!(reply_id = %self.visit.reply_id, worker = lost.worker().0,
-                reason = error.detail.as_deref().unwrap_or(&error.message),
-                "worker lost before the first token; trying another");
-            self.app.metrics.retried();
-            self.events = Some(fresh);
+            self.first_failure = Some((error, events.worker()));
+            let lost = self.events.take();
+            self.opening = Some(self.open(lost)?);
         }
     }
 
-    async fn call(&mut self, failed: Option<&WorkerLease>) -> Result<WorkerEvents, GatewayError> {
-        let Some(job) = &self.job else {
+    fn tell_retry(&self, (error, worker): &(GatewayError, WorkerId)) {
+        tracing::warn!(reply_id = %self.visit.reply_id, worker = worker.0,
+            reason = error.detail.as_deref().unwrap_or(&error.message),
+            "worker lost before the first token; trying another");
+        self.app.metrics.retried();
+    }
+
+    /// Finds a worker, another one than that of the `lost` call, and asks it.
+    fn open(&mut self, lost: Option<WorkerEvents>) -> Result<Opening, GatewayError> {
+        let Some(job) = self.job.clone() else {
             return Err(GatewayError::internal("a sample was begun after its first token"));
         };
-        let lease = match (self.preferred, failed) {
-            (Some(worker), None) => self.app.workers.lease_of(&job.route, worker)?,
-            _ => self.app.workers.lease(&job.route, failed)?,
+        let (app, visit) = (Arc::clone(&self.app), Arc::clone(&self.visit));
+        let (choice, seed) = (self.choice, self.seed);
+        let (prepared, mut first) = (self.prepared.take(), self.first.take());
+        let opening = async move {
+            let preferred = match &mut first {
+                // if the first one fails, the whole reply ends, and this with it
+                Some(first) => first.wait_for(Option::is_some).await.ok().and_then(|id| *id),
+                None => None,
+            };
+            let lease = match preferred {
+                Some(worker) => app.workers.lease_of(&job.route, worker)?,
+                None => app.workers.lease(&job.route, lost.as_ref().map(WorkerEvents::lease))?,
+            };
+            let prepared = match prepared {
+                Some(prepared) => prepared,
+                None => prepare(&app, &job, &visit, choice, lease.division).await?,
+            };
+            let call = GenerateCall {
+                header: &job.header,
+                request_id: &format!("{}-{choice}", visit.reply_id),
+                seed,
+                trace_id: &visit.trace_id,
+                trace: &visit.trace,
+                deadline: visit.deadline,
+                upload: (!job.media.is_empty()).then(|| upload(&app, &job)),
+                wish: Wish { sources: prepared.sources.clone(), ..Wish::default() },
+            };
+            Ok((WorkerEvents::new(lease, call), prepared))
         };
-        if self.prepared.is_none() {
-            let prepared =
-                prepare(&self.app, job, &self.visit, self.choice, lease.division).await?;
-            self.prepared = Some(prepared);
-        }
-        let sources = self.prepared.clone().unwrap_or_default().sources;
-        let call = GenerateCall {
-            header: &job.header,
-            request_id: &format!("{}-{}", self.visit.reply_id, self.choice),
-            seed: self.seed,
-            trace_id: &self.visit.trace_id,
-            trace: &self.visit.trace,
-            deadline: self.visit.deadline,
-            upload: (!job.media.is_empty()).then(|| upload(&self.app, job)),
-            wish: Wish { sources, ..Wish::default() },
-        };
-        Ok(WorkerEvents::new(lease, call))
+        Ok(opening.boxed())
     }
 
     fn announce(&mut self) {
@@ -208,18 +276,20 @@ impl Sample {
         let reason: FinishReason = self.reader.finish_reason(is_length);
         let stop_text = self.reader.stop_text().map(str::to_owned);
         let end = SampleEnd { reason, stop_text, folder: self.reader.folder().clone(), tokens };
-        self.reply_step(Vec::new(), step, Some(end))
+        self.reply_step(step, Some(end))
     }
 
-    fn reply_step(
-        &mut self,
-        mut deltas: Vec<Delta>,
-        step: Step,
-        end: Option<SampleEnd>,
-    ) -> ReplyStep {
-        deltas.extend(step.deltas);
-        let queue = self.queue.take();
-        ReplyStep { choice: self.choice, deltas, logprobs: step.logprobs, queue, end }
+    fn reply_step(&mut self, step: Step, end: Option<SampleEnd>) -> ReplyStep {
+        let (deltas, logprobs, queue) = (step.deltas, step.logprobs, self.queue.take());
+        ReplyStep { choice: self.choice, deltas, logprobs, queue, end }
+    }
+}
+
+impl Stream for Sample {
+    type Item = Result<ReplyStep, GatewayError>;
+
+    fn poll_next(mut self: Pin<&mut Self>, context: &mut Context<'_>) -> Poll<Option<Self::Item>> {
+        Sample::poll_next(&mut self, context).map(Result::transpose)
     }
 }
 

@@ -11,6 +11,7 @@ use crate::reply::{Job, Visit};
 use crate::sample::upload;
 use crate::workers::{
     GenerateCall, Source, Sources, Wish, WorkerEvent, WorkerEvents, WorkerLease, WorkerUsage,
+    silent,
 };
 
 /// Workers that a stage is tried on.
@@ -128,6 +129,7 @@ async fn to_end(events: &mut WorkerEvents) -> Result<WorkerUsage, GatewayError> 
                 events.settle();
                 return Ok(usage);
             }
+            Some(WorkerEvent::Silent) => return Err(silent()),
             Some(_) => {}
             None => return Err(GatewayError::internal("the worker's events ended twice")),
         }

@@ -104,8 +104,8 @@ impl ModelSpec for Toy {
         &self.defaults
     }
 
-    fn arrange_messages(&self, messages: Vec<Json>) -> Vec<Json> {
-        messages
+    fn arrange_messages<'a>(&self, messages: &'a [Json]) -> std::borrow::Cow<'a, [Json]> {
+        std::borrow::Cow::Borrowed(messages)
     }
 
     fn template_variables(&self, _: ThinkingMode) -> Object {

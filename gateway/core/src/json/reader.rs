@@ -239,11 +239,29 @@ pub(super) fn error_at(bytes: &[u8], position: usize, message: impl Into<String>
 }
 
 /// Bytes before the first that ends or interrupts a string; strings may be megabytes of base64, so
-/// that blocks without any such byte are passed over together.
+/// that blocks without any such byte are passed over together, and lines of text with an escape
+/// each, so that the rest is read a word at a time.
 fn plain_length(text: &[u8]) -> Option<usize> {
     let is_special = |byte: u8| (byte == b'"') | (byte == b'\\') | (byte < 0x20);
     let block = |block: &&[u8; 32]| !block.iter().fold(false, |any, &byte| any | is_special(byte));
     let passed = text.as_chunks::<32>().0.iter().take_while(block).count() * 32;
-    let rest = text[passed..].iter().position(|&byte| is_special(byte))?;
-    Some(passed + rest)
+    let (words, rest) = text[passed..].as_chunks::<8>();
+    for (place, word) in words.iter().enumerate() {
+        let special = special_bytes(u64::from_le_bytes(*word));
+        if special != 0 {
+            return Some(passed + place * 8 + special.trailing_zeros() as usize / 8);
+        }
+    }
+    let found = rest.iter().position(|&byte| is_special(byte))?;
+    Some(passed + words.len() * 8 + found)
+}
+
+/// The high bit of the lowest byte that is a quote, a backslash or a control character; bits above
+/// it mean nothing, no bit means that there is no such byte.
+/// Source: "Determine if a word has a byte less than n", Bit Twiddling Hacks.
+fn special_bytes(word: u64) -> u64 {
+    const ONES: u64 = u64::MAX / 255;
+    let less = |word: u64, limit: u8| word.wrapping_sub(ONES * u64::from(limit)) & !word;
+    let equal = |byte: u8| less(word ^ (ONES * u64::from(byte)), 1);
+    (less(word, 0x20) | equal(b'"') | equal(b'\\')) & (ONES * 0x80)
 }

@@ -154,3 +154,14 @@ fn a_string_of_any_length_ends_at_its_quote_and_nowhere_else() {
         }
     }
 }
+
+#[test]
+fn any_character_may_stand_anywhere_in_a_string() {
+    for character in ('\0'..='\u{a0}').chain(['\u{7ff}', '\u{2028}', '\u{fffd}', '🙂']) {
+        for place in 0..20 {
+            let plain = format!("{}{character}{}", "!".repeat(place), "#\u{7f}".repeat(5));
+            let text = serde_json::to_string(&plain).unwrap();
+            assert_eq!(parse(&text), Json::String(plain), "{text}");
+        }
+    }
+}

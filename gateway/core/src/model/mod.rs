@@ -13,6 +13,7 @@ use crate::json::{Json, Object};
 use crate::output::OutputParser;
 use gateway_media::{ClipInfo, GridThw, ImageSize, PatchLayout, PixelNorm};
 use sha2::{Digest, Sha256};
+use std::borrow::Cow;
 use std::sync::Arc;
 
 /// Picture or clip.
@@ -213,7 +214,7 @@ pub trait ModelSpec: Send + Sync {
 
     /// Puts checked messages into the roles and order that the chat template can show, so that no
     /// text is lost.
-    fn arrange_messages(&self, messages: Vec<Json>) -> Vec<Json>;
+    fn arrange_messages<'a>(&self, messages: &'a [Json]) -> Cow<'a, [Json]>;
 
     /// Template variables that select a thinking mode.
     fn template_variables(&self, mode: ThinkingMode) -> Object;

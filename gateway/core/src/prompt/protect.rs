@@ -7,6 +7,7 @@ use crate::template::{SENTINEL_VARIABLE, scalar_value};
 use crate::tokenizer::{Guard, Protection, Tokenizer, unused_characters};
 use indexmap::IndexMap;
 use minijinja::value::Value;
+use std::borrow::Cow;
 
 /// What stands at a place of the conversation.
 #[derive(Clone, Copy)]
@@ -188,13 +189,12 @@ impl<'a> Protected<'a> {
         }
     }
 
-    fn text(&self, text: &str, protection: Option<Protection>) -> String {
+    fn text<'t>(&self, text: &'t str, protection: Option<Protection>) -> Cow<'t, str> {
         let (Some(sentinel), Some(protection)) = (self.sentinel, protection) else {
-            return text.to_owned();
+            return Cow::Borrowed(text);
         };
-        self.guard
-            .protect(text, sentinel, protection, self.exempt)
-            .unwrap_or_else(|| text.to_owned())
+        let protected = self.guard.protect(text, sentinel, protection, self.exempt);
+        protected.map_or(Cow::Borrowed(text), Cow::Owned)
     }
 
     /// Ends the text where the message to be continued ends.

@@ -15,7 +15,8 @@ use crate::prompt::Span;
 const ROOT: &[u8] = b"m3stack page chain v1";
 const CHANNELS: u32 = 3;
 
-type Key = [u8; 32];
+/// The key of one page.
+pub(super) type Key = [u8; 32];
 type Hasher = Blake2b<U32>;
 
 /// The first eight bytes, little endian, of the key of every page a prompt can share, in order.
@@ -64,16 +65,30 @@ struct Run {
 /// Keys of all pages of `page_tokens` tokens before the prompt's last token, which is always
 /// computed anew. `epoch` counts how often the worker has forgotten everything.
 pub fn page_keys(prompt: &ChainPrompt<'_>, page_tokens: usize, epoch: u64) -> PageKeys {
+    let root = root_key(prompt, epoch);
+    extend_chain(prompt, page_tokens, &root, &[]).iter().map(short).collect()
+}
+
+/// The whole keys of all pages; those of the first pages may be `known`.
+pub(super) fn extend_chain(
+    prompt: &ChainPrompt<'_>,
+    page_tokens: usize,
+    root: &Key,
+    known: &[Key],
+) -> Vec<Key> {
     let pages = match page_tokens {
         0 => 0,
         size => prompt.token_ids.len().saturating_sub(1) / size,
     };
+    let known = &known[..known.len().min(pages)];
     let runs = runs(prompt);
     let mut first_run = 0;
-    let mut parent = root_key(prompt, epoch);
+    let mut parent = *known.last().unwrap_or(root);
     let mut bytes = Vec::with_capacity(page_tokens * 4);
     let mut keys = Vec::with_capacity(pages);
-    for (page, ids) in prompt.token_ids.chunks_exact(page_tokens.max(1)).take(pages).enumerate() {
+    keys.extend_from_slice(known);
+    let chunks = prompt.token_ids.chunks_exact(page_tokens.max(1)).take(pages).enumerate();
+    for (page, ids) in chunks.skip(known.len()) {
         let (start, end) = (page * page_tokens, (page + 1) * page_tokens);
         bytes.clear();
         ids.iter().for_each(|id| bytes.extend_from_slice(&id.to_le_bytes()));
@@ -93,12 +108,13 @@ pub fn page_keys(prompt: &ChainPrompt<'_>, page_tokens: usize, epoch: u64) -> Pa
             }
         }
         parent = hasher.finalize().into();
-        keys.push(short(&parent));
+        keys.push(parent);
     }
-    keys.into()
+    keys
 }
 
-fn root_key(prompt: &ChainPrompt<'_>, epoch: u64) -> Key {
+/// What stands before the first page.
+pub(super) fn root_key(prompt: &ChainPrompt<'_>, epoch: u64) -> Key {
     let mut hasher = Hasher::new();
     field(&mut hasher, ROOT);
     hasher.update(epoch.to_le_bytes());
@@ -157,7 +173,7 @@ fn field(hasher: &mut Hasher, bytes: &[u8]) {
     hasher.update(bytes);
 }
 
-fn short(key: &Key) -> u64 {
+pub(super) fn short(key: &Key) -> u64 {
     let mut first = [0; 8];
     first.copy_from_slice(&key[..8]);
     u64::from_le_bytes(first)

@@ -33,9 +33,10 @@ pub(super) fn cost(
     // ours is waited for by those behind it: joining who computes it already spares them that
     let work = own * policy.work_weight + lacking + requests * policy.request_tokens;
     let tokens = seat.queued_tokens() + work;
-    (tokens + policy.request_tokens)
+    let computed_s = (tokens + policy.request_tokens)
         / seat.tokens_per_s(unknown_tokens_per_s)
-        / seat.share(policy, now_s)
+        / seat.share(policy, now_s);
+    computed_s + seat.lag.beyond_usual_s(policy, now_s)
 }
 
 /// The cheapest; equals take turns.

@@ -183,7 +183,9 @@ impl Router {
         self.usual_rate = unknown;
         self.prefill_s = self.soonest_prefill_s(demand, now_s);
         if let Some(sticky) = self.sticky(demand, fit) {
-            if sticky.requests <= limit {
+            let seat = self.seats[usize::from(sticky.place)].as_ref();
+            let lag_s = seat.map_or(0.0, |seat| seat.lag.beyond_usual_s(&self.policy, now_s));
+            if sticky.requests <= limit && lag_s == 0.0 {
                 return Ok((usize::from(sticky.place), Reason::Affinity));
             }
             is_spilled = true;
@@ -254,7 +256,7 @@ impl Router {
         }
     }
 
-    fn seat_mut(&mut self, seat: SeatId) -> Option<&mut Seat> {
+    pub(super) fn seat_mut(&mut self, seat: SeatId) -> Option<&mut Seat> {
         self.seats.get_mut(usize::from(seat.0)).and_then(Option::as_mut)
     }
 
@@ -265,6 +267,15 @@ impl Router {
         if let Some(order) = self.sent_order.get_mut(place) {
             order.clear();
         }
+    }
+
+    /// Whether anybody could take a request.
+    pub fn has_fit(&mut self, demand: &Demand, now_s: f64) -> bool {
+        let mut fit = std::mem::take(&mut self.fit);
+        self.find_fit(demand, now_s, &mut fit);
+        let has_fit = !fit.is_empty();
+        self.fit = fit;
+        has_fit
     }
 
     fn find_fit(&self, demand: &Demand, now_s: f64, fit: &mut Vec<Fit>) {

@@ -2,6 +2,7 @@
 
 use super::breaker::{Breaker, BreakerPolicy};
 use super::chain::PageKeys;
+use super::lag::Lag;
 use super::roles::Role;
 
 /// Place of a worker in the router; given again once its worker has left.
@@ -27,6 +28,10 @@ pub struct Policy {
     pub slow_start_s: f64,
     /// A worker that has requests and executes no step for so long is out until it does.
     pub stall_s: f64,
+    /// Delay on the way to a worker that counts for nothing: any link and any event loop has it.
+    pub usual_lag_s: f64,
+    /// Time over which a longer delay is forgotten, to about a third.
+    pub lag_memory_s: f64,
     /// Requests are refused while even the least expected wait is longer.
     pub max_wait_s: f64,
     /// When a worker that fails is left alone.
@@ -53,6 +58,8 @@ impl Default for Policy {
             spare_requests: 4.0,
             slow_start_s: 10.0,
             stall_s: 60.0,
+            usual_lag_s: 0.25,
+            lag_memory_s: 10.0,
             max_wait_s: f64::INFINITY,
             breaker: BreakerPolicy::default(),
             max_index_pages: 4_000_000,
@@ -116,6 +123,7 @@ pub(super) struct Seat {
     pub(super) tells_pages: bool,
     pub(super) load: SeatLoad,
     pub(super) breaker: Breaker,
+    pub(super) lag: Lag,
     /// Requests given and not ended, and that number when the load was told.
     pub(super) assigned: i64,
     assigned_then: i64,
@@ -137,6 +145,7 @@ impl Seat {
             tells_pages: false,
             load: SeatLoad::default(),
             breaker: Breaker::default(),
+            lag: Lag::default(),
             assigned: 0,
             assigned_then: 0,
             unreported_tokens: 0,

@@ -4,6 +4,7 @@ mod chain;
 mod choices;
 mod crowd;
 mod index;
+mod lag;
 mod roles;
 
 use std::sync::Arc;

@@ -19,6 +19,8 @@ pub enum Protection {
 /// Finds what must be broken in untrusted text.
 pub struct Guard {
     all: Option<AhoCorasick>,
+    /// Whether there is any at all, which most texts are passed over for several times faster.
+    any: Option<AhoCorasick>,
     contents: Vec<String>,
     /// Proper suffixes of added tokens, by first byte.
     tails: HashMap<u8, Vec<String>>,
@@ -40,13 +42,16 @@ impl Guard {
                 heads.entry(head.as_bytes()[head.len() - 1]).or_default().push(head.to_owned());
             }
         }
-        let all = (!contents.is_empty()).then(|| {
+        let index = |kind| {
             AhoCorasick::builder()
-                .match_kind(MatchKind::Standard)
+                .match_kind(kind)
                 .build(&contents)
                 .expect("invariant: the same patterns were indexed before")
-        });
-        Self { all, contents, tails, heads }
+        };
+        let is_some = !contents.is_empty();
+        let all = is_some.then(|| index(MatchKind::Standard));
+        let any = is_some.then(|| index(MatchKind::LeftmostFirst));
+        Self { all, any, contents, tails, heads }
     }
 
     /// The text with `sentinel` put where it must break; `None` if it needs none.
@@ -89,7 +94,9 @@ impl Guard {
         {
             cuts.push(0);
         }
-        for found in self.all.iter().flat_map(|all| all.find_overlapping_iter(text)) {
+        let is_any = self.any.as_ref().is_some_and(|any| any.is_match(text));
+        let all = self.all.iter().filter(|_| is_any);
+        for found in all.flat_map(|all| all.find_overlapping_iter(text)) {
             let content = self.contents[found.pattern().as_usize()].as_str();
             if protection == Protection::Assistant && exempt.contains(&content) {
                 continue;

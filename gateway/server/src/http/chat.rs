@@ -12,10 +12,10 @@ use gateway_core::openai::{
 use gateway_core::output::MessageFolder;
 
 use super::sse::{self, Frames, Wording};
-use super::{LONG_BODY_BYTES, json_response, receive, refuse, timed};
+use super::{json_response, receive, refuse, timed};
 use crate::app::{App, unix_now};
 use crate::error::GatewayError;
-use crate::pipeline::{self, run_text};
+use crate::pipeline;
 use crate::reply::{Reply, ReplyStep, SampleEnd};
 
 /// `POST /v1/chat/completions`
@@ -24,9 +24,8 @@ pub(super) async fn completions(State(app): State<Arc<App>>, request: Request) -
 }
 
 async fn respond(app: &Arc<App>, request: Request) -> Result<Response, GatewayError> {
-    let (body, visit) = receive(app, request, "chatcmpl", app.config.max_request_bytes).await?;
-    let is_long = visit.body_bytes() > LONG_BODY_BYTES;
-    let conversation = run_text(app, is_long, |app| check_chat(body, &app.limits)).await?;
+    let max_bytes = app.config.max_request_bytes;
+    let (conversation, visit) = receive(app, request, "chatcmpl", max_bytes, check_chat).await?;
     let has_logprobs = conversation.generation.logprobs.wanted;
     let wish = conversation.stream;
     let mut reply = pipeline::chat(app, conversation, visit).await?;
@@ -85,9 +84,8 @@ struct WholeSample {
 
 /// Steps as `chat.completion.chunk` events.
 struct ChunkWording {
-    id: String,
-    created: u64,
-    model: String,
+    /// A chunk's JSON up to its choices, the same in all of them.
+    beginning: Vec<u8>,
     wish: StreamWish,
     has_logprobs: bool,
     /// For each sample, whether its role was sent.
@@ -96,68 +94,67 @@ struct ChunkWording {
 
 impl ChunkWording {
     fn new(app: &App, reply: &Reply, wish: StreamWish, has_logprobs: bool) -> Self {
-        Self {
+        let empty = ChatChunk {
             id: reply.id().to_owned(),
+            object: "chat.completion.chunk",
             created: unix_now().try_into().unwrap_or(0),
             model: app.config.served_model_name.clone(),
-            wish,
-            has_logprobs,
-            has_begun: vec![false; reply.num_samples() as usize],
-        }
+            choices: Vec::new(),
+            usage: None,
+        };
+        let mut beginning = serde_json::to_vec(&empty).unwrap_or_default();
+        debug_assert!(beginning.ends_with(b"\"choices\":[]}"), "choices stand last");
+        beginning.truncate(beginning.len().saturating_sub(b"]}".len()));
+        let has_begun = vec![false; reply.num_samples() as usize];
+        Self { beginning, wish, has_logprobs, has_begun }
     }
 
-    fn chunk(&self, choices: Vec<ChunkChoice>, usage: Option<Usage>) -> ChatChunk {
-        ChatChunk {
-            id: self.id.clone(),
-            object: "chat.completion.chunk",
-            created: self.created,
-            model: self.model.clone(),
-            choices,
-            usage,
-        }
+    fn chunk(&self, frames: &mut Frames, choice: Option<ChunkChoice>, usage: Option<&Usage>) {
+        frames.object(&self.beginning, choice.as_ref(), usage.map(|usage| ("usage", usage)));
     }
 
-    fn delta(
+    fn choice(
         &self,
         index: u32,
         (delta, logprobs): (Delta, Vec<TokenLogprob>),
         finish_reason: Option<FinishReason>,
-    ) -> Vec<ChunkChoice> {
+    ) -> Option<ChunkChoice> {
         let has_logprobs = self.has_logprobs && !logprobs.is_empty();
         let logprobs = has_logprobs.then_some(ChatLogprobs { content: logprobs });
-        vec![ChunkChoice { index, delta, logprobs, finish_reason }]
+        Some(ChunkChoice { index, delta, logprobs, finish_reason })
     }
 }
 
 impl Wording for ChunkWording {
     fn step(&mut self, step: ReplyStep, reply: &Reply, frames: &mut Frames) {
         let usage = self.wish.continuous_usage.then(|| reply.usage());
+        let usage = usage.as_ref();
         let index = step.choice;
         if let Some(has_begun) = self.has_begun.get_mut(index as usize)
             && !std::mem::replace(has_begun, true)
         {
             let role =
                 Delta { role: Some("assistant"), content: Some(String::new()), ..Delta::default() };
-            frames.json(&self.chunk(self.delta(index, (role, Vec::new()), None), usage.clone()));
+            self.chunk(frames, self.choice(index, (role, Vec::new()), None), usage);
         }
         let mut logprobs = step.logprobs;
         let last_content = step.deltas.iter().rposition(|delta| delta.content.is_some());
         for (place, delta) in step.deltas.into_iter().enumerate() {
             let own =
                 if Some(place) == last_content { std::mem::take(&mut logprobs) } else { vec![] };
-            frames.json(&self.chunk(self.delta(index, (delta, own), None), usage.clone()));
+            self.chunk(frames, self.choice(index, (delta, own), None), usage);
         }
         if let Some(end) = step.end {
-            let choices = self.delta(index, (Delta::default(), logprobs), Some(end.reason));
-            frames.json(&self.chunk(choices, usage));
+            let last = self.choice(index, (Delta::default(), logprobs), Some(end.reason));
+            self.chunk(frames, last, usage);
         } else if !logprobs.is_empty() {
-            frames.json(&self.chunk(self.delta(index, (Delta::default(), logprobs), None), usage));
+            self.chunk(frames, self.choice(index, (Delta::default(), logprobs), None), usage);
         }
     }
 
     fn end(&mut self, reply: &Reply, frames: &mut Frames) {
         if self.wish.include_usage {
-            frames.json(&self.chunk(Vec::new(), Some(reply.usage())));
+            self.chunk(frames, None, Some(&reply.usage()));
         }
         frames.done();
     }

@@ -10,10 +10,10 @@ use gateway_core::openai::{
 };
 
 use super::sse::{self, Frames, Wording};
-use super::{LONG_BODY_BYTES, MAX_TEXT_BYTES, json_response, receive, refuse, timed};
+use super::{MAX_TEXT_BYTES, json_response, receive, refuse, timed};
 use crate::app::{App, unix_now};
 use crate::error::GatewayError;
-use crate::pipeline::{self, run_text};
+use crate::pipeline;
 use crate::reply::{Reply, ReplyStep};
 
 /// `POST /v1/completions`
@@ -23,9 +23,7 @@ pub(super) async fn completions(State(app): State<Arc<App>>, request: Request) -
 
 async fn respond(app: &Arc<App>, request: Request) -> Result<Response, GatewayError> {
     let max_bytes = app.config.max_request_bytes.min(MAX_TEXT_BYTES);
-    let (body, visit) = receive(app, request, "cmpl", max_bytes).await?;
-    let is_long = visit.body_bytes() > LONG_BODY_BYTES;
-    let task = run_text(app, is_long, |app| check_completion(body, &app.limits)).await?;
+    let (task, visit) = receive(app, request, "cmpl", max_bytes, check_completion).await?;
     let (wish, has_logprobs) = (task.stream, task.generation.logprobs.wanted);
     let mut reply = pipeline::completion(app, task, visit).await?;
     let words = TextWording::new(app, &reply, wish, has_logprobs);

@@ -11,10 +11,10 @@ use gateway_core::anthropic::{
 };
 
 use super::sse::{self, Frames, Wording};
-use super::{LONG_BODY_BYTES, RequestIds, json_response, receive, refuse_with, timed};
+use super::{RequestIds, json_response, receive, refuse_with, timed};
 use crate::app::App;
 use crate::error::{ErrorKind, GatewayError};
-use crate::pipeline::{self, run_text, tokenize_chat};
+use crate::pipeline::{self, tokenize_chat};
 use crate::reply::{Reply, ReplyStep, SampleEnd};
 
 const REQUEST_ID: HeaderName = HeaderName::from_static("request-id");
@@ -29,9 +29,8 @@ pub(super) async fn create(State(app): State<Arc<App>>, request: Request) -> Res
 }
 
 async fn respond(app: &Arc<App>, request: Request, id: &str) -> Result<Response, GatewayError> {
-    let (body, visit) = receive(app, request, "msg", app.config.max_request_bytes).await?;
-    let is_long = visit.body_bytes() > LONG_BODY_BYTES;
-    let task = run_text(app, is_long, |app| check_messages(body, &app.limits)).await?;
+    let max_bytes = app.config.max_request_bytes;
+    let (task, visit) = receive(app, request, "msg", max_bytes, check_messages).await?;
     let MessagesTask { conversation, hides_thinking } = task;
     let is_stream = conversation.stream.stream;
     let asked = conversation.generation.max_tokens;
@@ -75,9 +74,8 @@ pub(super) async fn count_tokens(State(app): State<Arc<App>>, request: Request) 
 }
 
 async fn count(app: &Arc<App>, request: Request) -> Result<TokenCount, GatewayError> {
-    let (body, visit) = receive(app, request, "count", app.config.max_request_bytes).await?;
-    let is_long = visit.body_bytes() > LONG_BODY_BYTES;
-    let conversation = run_text(app, is_long, |app| check_count(body, &app.limits)).await?;
+    let max_bytes = app.config.max_request_bytes;
+    let (conversation, _visit) = receive(app, request, "count", max_bytes, check_count).await?;
     let tokens = tokenize_chat(app, conversation).await?;
     Ok(TokenCount { input_tokens: tokens.len() })
 }

@@ -23,6 +23,8 @@ use axum::extract::{Request, State};
 use axum::http::{HeaderValue, StatusCode, header};
 use axum::response::Response;
 use axum::routing::{get, post};
+use gateway_core::RequestError;
+use gateway_core::conversation::Limits;
 use gateway_core::openai::RequestBody;
 use tokio::time::Instant;
 
@@ -87,13 +89,14 @@ async fn wrong_method(State(app): State<Arc<App>>, request: Request) -> Response
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Tenant(pub String);
 
-/// A request body, read and parsed, and the visit it begins.
-async fn receive(
+/// A request body, read, parsed and checked, and the visit it begins.
+async fn receive<T: Send + 'static>(
     app: &Arc<App>,
     request: Request,
     reply_prefix: &str,
     max_bytes: u64,
-) -> Result<(RequestBody, Visit), GatewayError> {
+    check: impl FnOnce(RequestBody, &Limits) -> Result<T, RequestError> + Send + 'static,
+) -> Result<(T, Visit), GatewayError> {
     let arrived = Instant::now();
     let RequestIds { trace_id, trace } = RequestIds::of(&request);
     let Tenant(tenant) = request.extensions().get().cloned().unwrap_or_default();
@@ -101,7 +104,8 @@ async fn receive(
     let affinity = affinity.filter(|text| !text.is_empty()).map(str::to_owned);
     let (bytes, lease) = body::read(app, request.into_body(), max_bytes).await?;
     let is_long = lease.bytes() > LONG_BODY_BYTES;
-    let parsed = run_text(app, is_long, move |_| RequestBody::parse(&bytes)).await?;
+    let checked =
+        run_text(app, is_long, move |app| check(RequestBody::parse(&bytes)?, &app.limits)).await?;
     trace.phase("receive", arrived);
     let visit = Visit {
         reply_id: format!("{reply_prefix}-{}", observe::fresh_id()),
@@ -113,7 +117,7 @@ async fn receive(
         deadline: arrived + app.config.request_timeout,
         body: lease,
     };
-    Ok((parsed, visit))
+    Ok((checked, visit))
 }
 
 /// Shows an error to the client, counts it, and logs what is not for the client.

@@ -181,19 +181,19 @@ impl HttpBody for ObservedBody {
     type Error = axum::Error;
 
     fn poll_frame(
-        mut self: Pin<&mut Self>,
+        self: Pin<&mut Self>,
         context: &mut Context<'_>,
     ) -> Poll<Option<Result<Frame<Bytes>, axum::Error>>> {
-        let span = self.observation.span.clone();
-        let _inside = span.enter();
-        let polled = Pin::new(&mut self.body).poll_frame(context);
+        let Self { body, status, observation } = self.get_mut();
+        let _inside = observation.span.enter();
+        let polled = Pin::new(&mut *body).poll_frame(context);
         let is_end = match &polled {
             Poll::Ready(None) => true,
-            Poll::Ready(Some(Ok(_))) => self.body.is_end_stream(),
+            Poll::Ready(Some(Ok(_))) => body.is_end_stream(),
             _ => false,
         };
         if is_end {
-            self.observation.status = self.status;
+            observation.status = *status;
         }
         polled
     }

@@ -9,10 +9,10 @@ use gateway_core::responses::{Ending, ResponseFolder, ResponsesTask, check_respo
 use serde_json::Value;
 
 use super::sse::{self, Frames, Wording};
-use super::{LONG_BODY_BYTES, json_response, receive, refuse, timed};
+use super::{json_response, receive, refuse, timed};
 use crate::app::{App, unix_now};
 use crate::error::GatewayError;
-use crate::pipeline::{self, run_text};
+use crate::pipeline;
 use crate::reply::{Reply, ReplyStep};
 
 /// `POST /v1/responses`
@@ -24,9 +24,8 @@ pub(super) async fn create(State(app): State<Arc<App>>, request: Request) -> Res
 }
 
 async fn respond(app: &Arc<App>, request: Request) -> Result<Response, GatewayError> {
-    let (body, visit) = receive(app, request, "resp", app.config.max_request_bytes).await?;
-    let is_long = visit.body_bytes() > LONG_BODY_BYTES;
-    let task = run_text(app, is_long, |app| check_responses(body, &app.limits)).await?;
+    let max_bytes = app.config.max_request_bytes;
+    let (task, visit) = receive(app, request, "resp", max_bytes, check_responses).await?;
     let ResponsesTask { conversation, echo } = task;
     let is_stream = conversation.stream.stream;
     let mut reply = pipeline::chat(app, conversation, visit).await?;

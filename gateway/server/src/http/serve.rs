@@ -124,6 +124,8 @@ where
     let serving = http1::Builder::new()
         .timer(TokioTimer::new())
         .header_read_timeout(HEAD_TIMEOUT)
+        // events are small: putting them together costs less than telling the system where each is
+        .writev(false)
         .serve_connection(TokioIo::new(stream), service);
     let mut serving = std::pin::pin!(serving);
     let outcome = tokio::select! {

@@ -3,15 +3,15 @@
 use std::panic::AssertUnwindSafe;
 use std::pin::Pin;
 use std::sync::Arc;
+use std::task::{Context, Poll, ready};
 use std::time::Duration;
 
-use axum::body::Body;
+use axum::body::{Body, HttpBody};
 use axum::http::{HeaderValue, header};
 use axum::response::Response;
 use bytes::{BufMut, Bytes, BytesMut};
-use futures::FutureExt;
-use futures::stream;
 use gateway_core::pace::{Pace, Pacer};
+use hyper::body::Frame;
 use serde::Serialize;
 use tokio::time::{Instant, Sleep};
 
@@ -22,13 +22,11 @@ use crate::reply::{Reply, ReplyStep};
 
 /// Silence after which a comment is sent, so that proxies keep the connection.
 const KEEP_ALIVE: Duration = Duration::from_secs(15);
-/// Steps that are ready at once share a write up to this size.
-const WRITE_BYTES: usize = 32 * 1024;
-/// Room for the events of one token.
-const EVENT_BYTES: usize = 512;
+/// Room for the events that are on their way.
+const EVENTS_BYTES: usize = 1024;
 
 /// How one endpoint words its events.
-pub(super) trait Wording: Send + 'static {
+pub(super) trait Wording: Send + Unpin + 'static {
     /// What stands before everything else.
     fn begin(&mut self, _reply: &Reply, _frames: &mut Frames) {}
 
@@ -50,18 +48,48 @@ pub(super) trait Wording: Send + 'static {
 }
 
 /// Server-sent events about to be written.
-#[derive(Default)]
 pub(super) struct Frames {
     bytes: BytesMut,
 }
 
 impl Frames {
+    fn new() -> Self {
+        Self { bytes: BytesMut::with_capacity(EVENTS_BYTES) }
+    }
+
     /// One event with a JSON value as its data.
     pub(super) fn json(&mut self, value: &impl Serialize) {
-        self.bytes.extend_from_slice(b"data: ");
+        self.raw(b"data: ");
+        self.value(value);
+        self.raw(b"\n\n");
+    }
+
+    /// One event whose data is an object of which most is the same every time: its beginning up
+    /// to an open list, the list's items, and what follows the list.
+    pub(super) fn object(
+        &mut self,
+        beginning: &[u8],
+        items: Option<&impl Serialize>,
+        last: Option<(&str, &impl Serialize)>,
+    ) {
+        self.raw(b"data: ");
+        self.raw(beginning);
+        if let Some(item) = items {
+            self.value(item);
+        }
+        self.raw(b"]");
+        if let Some((name, value)) = last {
+            self.raw(b",");
+            self.value(&name);
+            self.raw(b":");
+            self.value(value);
+        }
+        self.raw(b"}\n\n");
+    }
+
+    fn value(&mut self, value: &impl Serialize) {
         let written = serde_json::to_writer((&mut self.bytes).writer(), value);
         debug_assert!(written.is_ok(), "replies hold nothing json cannot say");
-        self.bytes.extend_from_slice(b"\n\n");
     }
 
     /// One event with a name.
@@ -108,15 +136,13 @@ pub(super) async fn respond<W: Wording>(
         reply,
         wording,
         waiting: first,
+        frames: Frames::new(),
+        written: Instant::now(),
         alarm: Box::pin(tokio::time::sleep(KEEP_ALIVE)),
         is_over: false,
         fresh: true,
     };
-    let frames = stream::unfold(writer, |mut writer| async move {
-        let bytes = writer.write().await?;
-        Some((Ok::<_, std::convert::Infallible>(bytes), writer))
-    });
-    let mut response = Response::new(Body::from_stream(frames));
+    let mut response = Response::new(Body::new(writer));
     let headers = response.headers_mut();
     let set = [
         (header::CONTENT_TYPE, "text/event-stream; charset=utf-8"),
@@ -175,14 +201,7 @@ impl Paced {
     }
 }
 
-/// A panic in the middle of a stream is an error event like any other.
-async fn caught_next(reply: &mut Reply) -> Next {
-    AssertUnwindSafe(reply.next())
-        .catch_unwind()
-        .await
-        .unwrap_or_else(|panic| Err(observe::panicked(&*panic)))
-}
-
+/// A reply as the body of a response.
 struct Writer<W> {
     app: Arc<App>,
     pace: Paced,
@@ -190,6 +209,9 @@ struct Writer<W> {
     wording: W,
     /// Read from the reply and not yet written.
     waiting: Option<Next>,
+    frames: Frames,
+    /// When the last bytes were written.
+    written: Instant,
     /// Rings no later than there is something to do; moving it with every token would cost more
     /// than letting it ring for nothing.
     alarm: Pin<Box<Sleep>>,
@@ -198,74 +220,90 @@ struct Writer<W> {
     fresh: bool,
 }
 
-impl<W: Wording> Writer<W> {
-    /// The next bytes; `None` when all is said.
-    async fn write(&mut self) -> Option<Bytes> {
-        let mut frames = Frames { bytes: BytesMut::with_capacity(EVENT_BYTES) };
-        if std::mem::take(&mut self.fresh) {
-            self.wording.begin(&self.reply, &mut frames);
-            match self.waiting.take() {
-                Some(next) => self.put(next, &mut frames),
-                None => self.wording.keep_alive(&mut frames),
-            }
-        }
-        while !self.is_over && frames.bytes.is_empty() {
-            self.wait(&mut frames).await;
-        }
-        while !self.is_over && frames.bytes.len() < WRITE_BYTES {
-            match caught_next(&mut self.reply).now_or_never() {
-                Some(next) => self.put(next, &mut frames),
-                None => break,
-            }
-        }
-        (!frames.bytes.is_empty()).then(|| frames.bytes.freeze())
-    }
+impl<W: Wording> HttpBody for Writer<W> {
+    type Data = Bytes;
+    type Error = std::convert::Infallible;
 
-    /// Waits for the next step, for text that is due, or for the silence to become too long.
-    async fn wait(&mut self, frames: &mut Frames) {
-        let silence = Instant::now() + KEEP_ALIVE;
-        let due = self.pace.due().filter(|due| *due < silence);
-        let until = due.unwrap_or(silence);
-        if self.alarm.is_elapsed() || self.alarm.deadline() > until {
-            self.alarm.as_mut().reset(until);
+    /// The next events. What is ready at once shares a write: the connection asks until nothing is.
+    fn poll_frame(
+        self: Pin<&mut Self>,
+        context: &mut Context<'_>,
+    ) -> Poll<Option<Result<Frame<Bytes>, Self::Error>>> {
+        let writer = self.get_mut();
+        if std::mem::take(&mut writer.fresh) {
+            writer.wording.begin(&writer.reply, &mut writer.frames);
+            match writer.waiting.take() {
+                Some(next) => writer.put(next),
+                None => writer.wording.keep_alive(&mut writer.frames),
+            }
         }
         loop {
-            tokio::select! {
-                biased;
-                next = caught_next(&mut self.reply) => return self.put(next, frames),
-                () = &mut self.alarm => {}
+            if !writer.frames.bytes.is_empty() {
+                writer.written = Instant::now();
+                let bytes = writer.frames.bytes.split().freeze();
+                return Poll::Ready(Some(Ok(Frame::data(bytes))));
             }
+            if writer.is_over {
+                return Poll::Ready(None);
+            }
+            match caught_next(&mut writer.reply, context) {
+                Poll::Ready(next) => writer.put(next),
+                Poll::Pending => ready!(writer.poll_alarm(context)),
+            }
+        }
+    }
+}
+
+/// A panic in the middle of a stream is an error event like any other.
+fn caught_next(reply: &mut Reply, context: &mut Context<'_>) -> Poll<Next> {
+    std::panic::catch_unwind(AssertUnwindSafe(|| reply.poll_next(context)))
+        .unwrap_or_else(|panic| Poll::Ready(Err(observe::panicked(&*panic))))
+}
+
+impl<W: Wording> Writer<W> {
+    /// Writes what is due: text that has waited long enough, or a sign of life.
+    fn poll_alarm(&mut self, context: &mut Context<'_>) -> Poll<()> {
+        let silence = self.written + KEEP_ALIVE;
+        let due = self.pace.due().filter(|due| *due < silence);
+        let until = due.unwrap_or(silence);
+        loop {
+            if self.alarm.is_elapsed() || self.alarm.deadline() > until {
+                self.alarm.as_mut().reset(until);
+            }
+            ready!(self.alarm.as_mut().poll(context));
             let now = Instant::now();
-            match due {
-                _ if now < until => self.alarm.as_mut().reset(until),
-                Some(_) => return self.release(now, frames),
-                None => return self.wording.keep_alive(frames),
+            if now >= until {
+                match due {
+                    Some(_) => self.release(now),
+                    None => self.wording.keep_alive(&mut self.frames),
+                }
+                return Poll::Ready(());
             }
         }
     }
 
-    fn release(&mut self, now: Instant, frames: &mut Frames) {
+    fn release(&mut self, now: Instant) {
         for step in self.pace.release(now) {
-            self.wording.step(step, &self.reply, frames);
+            self.wording.step(step, &self.reply, &mut self.frames);
         }
     }
 
-    fn put(&mut self, next: Next, frames: &mut Frames) {
+    fn put(&mut self, next: Next) {
         match next {
             Ok(Some(step)) => {
                 if let Some(step) = self.pace.add(step) {
-                    self.wording.step(step, &self.reply, frames);
+                    self.wording.step(step, &self.reply, &mut self.frames);
                 }
             }
             Ok(None) => {
-                self.wording.end(&self.reply, frames);
+                self.wording.end(&self.reply, &mut self.frames);
                 self.is_over = true;
             }
             Err(error) => {
                 record(&self.app, &error);
                 // what was made before the failure is shown before it
-                self.release(Instant::now() + KEEP_ALIVE, frames);
-                self.wording.fail(&error, frames);
+                self.release(Instant::now() + KEEP_ALIVE);
+                self.wording.fail(&error, &mut self.frames);
                 self.is_over = true;
             }
         }

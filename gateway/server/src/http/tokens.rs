@@ -25,8 +25,9 @@ pub(super) async fn tokenize(State(app): State<Arc<App>>, request: Request) -> R
 }
 
 async fn tokenized(app: &Arc<App>, request: Request) -> Result<Vec<u32>, GatewayError> {
-    let (body, _visit) = receive(app, request, "tok", app.config.max_request_bytes).await?;
-    match check_tokenize(body, &app.limits)? {
+    let max_bytes = app.config.max_request_bytes;
+    let (task, _visit) = receive(app, request, "tok", max_bytes, check_tokenize).await?;
+    match task {
         TokenizeTask::Chat(conversation) => tokenize_chat(app, *conversation).await,
         TokenizeTask::Text { model, text, add_special_tokens } => {
             check_model(app, model.as_deref())?;
@@ -47,7 +48,7 @@ pub(super) async fn detokenize(State(app): State<Arc<App>>, request: Request) ->
 }
 
 async fn detokenized(app: &Arc<App>, request: Request) -> Result<String, GatewayError> {
-    let (body, _visit) = receive(app, request, "detok", MAX_TEXT_BYTES).await?;
-    let ids = check_detokenize(body, &app.limits)?;
-    run_text(app, true, move |app| Ok(app.model.prompt_builder.decode(&ids))).await
+    let (ids, _visit) = receive(app, request, "detok", MAX_TEXT_BYTES, check_detokenize).await?;
+    run_text(app, true, move |app| Ok::<_, GatewayError>(app.model.prompt_builder.decode(&ids)))
+        .await
 }

@@ -1,23 +1,28 @@
 //! Runs one `Generate` on one worker; dropping the events ends the call.
 
+use std::future::poll_fn;
 use std::pin::Pin;
 use std::sync::Arc;
-use std::task::{Context, Poll};
+use std::task::{Context, Poll, ready};
 
 use futures::FutureExt;
 use futures::future::BoxFuture;
-use futures::stream::Stream;
+use futures::stream::StreamExt;
 use gateway_core::routing::Outcome;
 use tokio::sync::mpsc;
-use tokio::time::{Instant, Sleep};
+use tokio::time::Instant;
 use tokio_util::sync::WaitForCancellationFutureOwned;
+use tonic::client::Grpc;
+use tonic::codegen::http::uri::PathAndQuery;
 use tonic::metadata::MetadataValue;
 use tonic::transport::Channel;
 
+use super::outgoing::{GenerateCodec, Message, Outgoing};
 use super::upload::ChunkSender;
 use super::wire::{self, RequestHeader, Wish, proto};
-use super::{WorkerEvent, WorkerId, WorkerLease};
+use super::{Sources, WorkerEvent, WorkerId, WorkerLease};
 use crate::error::{ErrorKind, GatewayError};
+use crate::rare::Rare;
 use crate::telemetry::traces::{RequestTrace, WorkerCall};
 
 /// Chunks that may wait for the connection: one in flight, one ready.
@@ -58,9 +63,12 @@ type Upload = BoxFuture<'static, Result<(), GatewayError>>;
 pub struct WorkerEvents {
     lease: WorkerLease,
     _told: Told,
-    deadline: Pin<Box<Sleep>>,
-    /// Kept from token to token, as the deadline is: making one costs more than asking it.
-    lost: Pin<Box<WaitForCancellationFutureOwned>>,
+    /// The deadline, or the loss of the worker.
+    end: Rare<GatewayError>,
+    /// When the worker was given its last part of the request, if it can begin at once with all.
+    sent: Option<Instant>,
+    /// Until the first token, or until it was told.
+    silent: Option<Pin<Box<WaitForCancellationFutureOwned>>>,
     opening: Option<Opening>,
     replies: Option<tonic::Streaming<proto::GenerateResponse>>,
     work: Option<(UploadWork, ChunkSender)>,
@@ -71,7 +79,9 @@ pub struct WorkerEvents {
 impl WorkerEvents {
     /// Prepares the call; it is made by the first [`WorkerEvents::next`].
     pub fn new(lease: WorkerLease, call: GenerateCall<'_>) -> Self {
-        let header = wire::header_request(call.header, call.request_id, call.seed, &call.wish);
+        let header = wire::bare_header(call.header, call.request_id, call.seed, &call.wish);
+        let ids = Arc::clone(&call.header.prompt_token_ids);
+        let header = Message::Header(Box::new(header), ids);
         let (work, chunks) = match call.upload {
             None => (None, None),
             Some(work) => {
@@ -95,13 +105,26 @@ impl WorkerEvents {
             channel: lease.channel.clone(),
             began: Instant::now(),
         };
+        // one that has to compile or to fetch something first says nothing of the way to it
+        let begins_at_once =
+            call.header.constraint.is_none() && call.wish.sources == Sources::default();
+        let sent = begins_at_once.then_some(told.began);
         let opening = open(lease.channel.clone(), request);
-        let lost = Box::pin(lease.lost.clone().cancelled_owned());
+        let (lost, deadline) = (lease.lost.clone(), call.deadline);
+        let end = Rare::new(async move {
+            tokio::select! {
+                biased;
+                () = tokio::time::sleep_until(deadline) => wire::deadline_exceeded(),
+                () = lost.cancelled() => broken("it was restarted or fell silent"),
+            }
+        });
+        let silent = Some(Box::pin(lease.silent.clone().cancelled_owned()));
         Self {
             lease,
             _told: told,
-            deadline: Box::pin(tokio::time::sleep_until(call.deadline)),
-            lost,
+            end,
+            sent,
+            silent,
             opening: Some(opening.boxed()),
             replies: None,
             work,
@@ -126,14 +149,32 @@ impl WorkerEvents {
     /// The worker's own error, `WorkerUnavailable` if the call broke, `DeadlineExceeded`, or what
     /// went wrong with the media while it was made.
     pub async fn next(&mut self) -> Result<Option<WorkerEvent>, GatewayError> {
+        poll_fn(|context| self.poll_next(context)).await
+    }
+
+    /// [`WorkerEvents::next`] as one step of a task: every token comes through here, and a future
+    /// made for each would cost more than the step.
+    pub fn poll_next(
+        &mut self,
+        context: &mut Context<'_>,
+    ) -> Poll<Result<Option<WorkerEvent>, GatewayError>> {
         if self.is_finished {
-            return Ok(None);
+            return Poll::Ready(Ok(None));
         }
-        let event = match self.next_event().await {
+        let event = match ready!(self.poll_event(context)) {
             Ok(event) => {
-                // who says tokens works, whatever becomes of the request
-                if !matches!(event, WorkerEvent::Started { .. }) {
-                    self.lease.judge(Outcome::Served);
+                match &event {
+                    WorkerEvent::Silent => {}
+                    WorkerEvent::Started { queue, .. } => {
+                        if let Some(sent) = self.sent {
+                            self.lease.lagged(sent.elapsed().saturating_sub(*queue));
+                        }
+                    }
+                    // who says tokens works, whatever becomes of the request
+                    WorkerEvent::Tokens { .. } | WorkerEvent::Finished { .. } => {
+                        self.silent = None;
+                        self.lease.judge(Outcome::Served);
+                    }
                 }
                 Ok(event)
             }
@@ -146,32 +187,55 @@ impl WorkerEvents {
         if matches!(event, Ok(WorkerEvent::Finished { .. }) | Err(_)) {
             self.is_finished = true;
         }
-        event.map(Some)
+        Poll::Ready(event.map(Some))
     }
 
-    async fn next_event(&mut self) -> Result<WorkerEvent, Failed> {
+    fn poll_event(&mut self, context: &mut Context<'_>) -> Poll<Result<WorkerEvent, Failed>> {
         loop {
-            tokio::select! {
-                biased;
-                outcome = progress(&mut self.upload) => {
-                    self.upload = None;
-                    match outcome {
-                        // the call itself knows better why it ended
-                        Err(error) if error.kind == ErrorKind::WorkerUnavailable => {}
-                        Err(error) => return Err(Failed::Media(error)),
-                        Ok(()) => {}
-                    }
+            if let Some(upload) = &mut self.upload
+                && let Poll::Ready(outcome) = upload.as_mut().poll(context)
+            {
+                self.upload = None;
+                match outcome {
+                    // the call itself knows better why it ended
+                    Err(error) if error.kind == ErrorKind::WorkerUnavailable => {}
+                    Err(error) => return Poll::Ready(Err(Failed::Media(error))),
+                    Ok(()) => self.sent = self.sent.map(|_| Instant::now()),
                 }
-                reply = next_reply(&mut self.opening, &mut self.replies) => match reply? {
-                    wire::Reply::Event(event) => return Ok(event),
-                    wire::Reply::Needs(needed) => self.begin_upload(needed)?,
-                },
-                () = &mut self.deadline => return Err(wire::deadline_exceeded().into()),
-                () = &mut self.lost => {
-                    return Err(broken("it was restarted or fell silent").into());
+            }
+            match self.poll_reply(context) {
+                Poll::Ready(Ok(wire::Reply::Event(event))) => return Poll::Ready(Ok(event)),
+                Poll::Ready(Ok(wire::Reply::Needs(needed))) => self.begin_upload(needed)?,
+                Poll::Ready(Err(error)) => return Poll::Ready(Err(error.into())),
+                Poll::Pending => {
+                    if let Poll::Ready(error) = self.end.poll(context) {
+                        return Poll::Ready(Err(error.into()));
+                    }
+                    let silent = self.silent.as_mut();
+                    if silent.is_none_or(|silent| silent.as_mut().poll(context).is_pending()) {
+                        return Poll::Pending;
+                    }
+                    self.silent = None;
+                    return Poll::Ready(Ok(WorkerEvent::Silent));
                 }
             }
         }
+    }
+
+    fn poll_reply(&mut self, context: &mut Context<'_>) -> Poll<Result<wire::Reply, GatewayError>> {
+        if let Some(opening) = &mut self.opening {
+            let outcome = ready!(opening.as_mut().poll(context));
+            self.opening = None;
+            self.replies = Some(outcome.map_err(|status| wire::failure(&status))?);
+        }
+        let Some(replies) = &mut self.replies else {
+            return Poll::Ready(Err(broken("the call was never opened")));
+        };
+        Poll::Ready(match ready!(replies.poll_next_unpin(context)) {
+            Some(Ok(response)) => wire::reply(response),
+            None => Err(broken("the call ended without a finish")),
+            Some(Err(status)) => Err(wire::failure(&status)),
+        })
     }
 
     fn begin_upload(&mut self, needed: Vec<u32>) -> Result<(), GatewayError> {
@@ -236,59 +300,20 @@ fn judgement(kind: ErrorKind) -> Outcome {
     }
 }
 
-/// What goes to the worker: the header, then chunks as they are made. (A named type: boxed
-/// streams defeat the compiler's proof that the call can move between threads.)
-struct Outgoing {
-    header: Option<proto::GenerateRequest>,
-    chunks: Option<mpsc::Receiver<proto::GenerateRequest>>,
-}
-
-impl Stream for Outgoing {
-    type Item = proto::GenerateRequest;
-
-    fn poll_next(mut self: Pin<&mut Self>, context: &mut Context<'_>) -> Poll<Option<Self::Item>> {
-        if let Some(header) = self.header.take() {
-            return Poll::Ready(Some(header));
-        }
-        match &mut self.chunks {
-            Some(chunks) => chunks.poll_recv(context),
-            None => Poll::Ready(None),
-        }
-    }
-}
-
 async fn open(
     channel: Channel,
     request: tonic::Request<Outgoing>,
 ) -> Result<tonic::Streaming<proto::GenerateResponse>, tonic::Status> {
-    let client = proto::worker_service_client::WorkerServiceClient::new(channel);
-    let mut client = client.max_decoding_message_size(MAX_REPLY_BYTES);
-    client.generate(request).await.map(tonic::Response::into_inner)
+    let mut client = Grpc::new(channel).max_decoding_message_size(MAX_REPLY_BYTES);
+    client.ready().await.map_err(|error| tonic::Status::from_error(Box::new(error)))?;
+    let path = PathAndQuery::from_static("/m3stack.worker.v1.WorkerService/Generate");
+    let replies = client.streaming(request, path, GenerateCodec::default()).await;
+    replies.map(tonic::Response::into_inner)
 }
 
-/// Waits for the running upload, or for ever if there is none.
-async fn progress(upload: &mut Option<Upload>) -> Result<(), GatewayError> {
-    match upload {
-        Some(upload) => upload.await,
-        None => std::future::pending().await,
-    }
-}
-
-async fn next_reply(
-    opening: &mut Option<Opening>,
-    replies: &mut Option<tonic::Streaming<proto::GenerateResponse>>,
-) -> Result<wire::Reply, GatewayError> {
-    if let Some(pending) = opening {
-        let outcome = pending.await;
-        *opening = None;
-        *replies = Some(outcome.map_err(|status| wire::failure(&status))?);
-    }
-    let Some(replies) = replies else { return Err(broken("the call was never opened")) };
-    match replies.message().await {
-        Ok(Some(response)) => wire::reply(response),
-        Ok(None) => Err(broken("the call ended without a finish")),
-        Err(status) => Err(wire::failure(&status)),
-    }
+/// What to call a worker that is left for another before its first token.
+pub fn silent() -> GatewayError {
+    broken("it has fallen silent")
 }
 
 fn broken(detail: &str) -> GatewayError {

@@ -1,6 +1,7 @@
 //! The right to give one request to one worker.
 
 use std::sync::Arc;
+use std::time::Duration;
 
 use gateway_core::routing::{Division, Outcome, SeatId, Ticket};
 use tokio_util::sync::CancellationToken;
@@ -21,6 +22,7 @@ pub struct WorkerLease {
     pub(super) channel: Channel,
     tls_name: Option<Arc<str>>,
     pub(super) lost: CancellationToken,
+    pub(super) silent: CancellationToken,
     shared: Arc<Shared>,
     ticket: Option<Ticket>,
     outcome: Outcome,
@@ -33,6 +35,10 @@ impl WorkerLease {
         ticket: Ticket,
         division: Division,
     ) -> Self {
+        let (lost, silent) = {
+            let report = member.reports.borrow();
+            (report.lost.clone(), report.silent.clone())
+        };
         Self {
             id: member.id,
             division,
@@ -40,7 +46,8 @@ impl WorkerLease {
             address: Arc::clone(&member.uri),
             channel: member.channel.clone(),
             tls_name: member.tls_name.clone(),
-            lost: member.reports.borrow().lost.clone(),
+            lost,
+            silent,
             shared: Arc::clone(shared),
             ticket: Some(ticket),
             outcome: Outcome::Neutral,
@@ -52,6 +59,12 @@ impl WorkerLease {
         let uri = &*self.address;
         let address = uri.split_once("://").map_or(uri, |(_, address)| address);
         Source { address: address.to_owned(), tls_name: self.tls_name.clone() }
+    }
+
+    /// The worker has begun the request that was sent it so long ago, its queue's time apart.
+    pub(super) fn lagged(&self, delay: Duration) {
+        let now_s = self.shared.now_s();
+        self.shared.router().lagged(self.seat, delay.as_secs_f64(), now_s);
     }
 
     /// Notes how the worker has done so far; the last word counts when the lease is dropped.

@@ -1,9 +1,12 @@
 //! The workers as the rest of the gateway sees them: who they are, how they fare, what they say.
 
+mod channel;
 pub mod client;
 mod demand;
 mod explain;
+mod gathered;
 mod lease;
+mod outgoing;
 mod pool;
 mod session;
 mod shared;
@@ -12,7 +15,7 @@ mod wire;
 
 use std::sync::Arc;
 
-pub use client::{GenerateCall, UploadWork, WorkerEvents};
+pub use client::{GenerateCall, UploadWork, WorkerEvents, silent};
 pub use explain::{PhaseEntry, explain};
 use gateway_core::routing::{Role, SeatLoad};
 pub use lease::WorkerLease;
@@ -98,6 +101,9 @@ pub struct WorkerView {
 /// One thing a worker says about a request.
 #[derive(Clone, Debug, PartialEq)]
 pub enum WorkerEvent {
+    /// Nothing at all has come from the worker, on any request, for so long that another one
+    /// should be asked; given once, before the first token, and the worker may still speak.
+    Silent,
     /// The request has left the queue.
     Started {
         /// Time in the worker's queue.

@@ -1,16 +1,18 @@
 //! Holds the workers: follows each, hands out leases, says what is missing.
 
-use std::sync::Arc;
 use std::sync::atomic::{AtomicU32, Ordering};
+use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
 use gateway_core::model::ModelFacts;
 use gateway_core::routing::{
-    Choice, Demand, Division, Health, MAX_SEATS, NoChoice, Policy, Role, Router, SeatLoad, Stage,
+    ChainMemory, Choice, Demand, Division, Health, MAX_SEATS, NoChoice, Policy, Role, Router,
+    SeatLoad, Stage,
 };
 use tokio::sync::watch;
-use tonic::transport::{Channel, ClientTlsConfig, Endpoint};
+use tonic::transport::ClientTlsConfig;
 
+use super::channel::open;
 use super::demand::{demand, number};
 use super::session::{Report, Session};
 use super::shared::{Member, Shared};
@@ -18,13 +20,8 @@ use super::{RequestHeader, WorkerAddress, WorkerId, WorkerLease, WorkerState, Wo
 use crate::error::{ErrorKind, GatewayError};
 use crate::telemetry::{Fleet, Metrics, WorkerCount};
 
-const CONNECT_TIMEOUT: Duration = Duration::from_secs(2);
-/// A connection whose other end is gone without a word is found dead after these two.
-const KEEP_ALIVE: (Duration, Duration) = (Duration::from_secs(10), Duration::from_secs(5));
 /// How often a worker that others wait for is looked at.
 const STALL_INTERVAL: Duration = Duration::from_millis(500);
-/// Token replies are small; windows this size never throttle them.
-const WINDOW_BYTES: u32 = 1 << 20;
 
 /// The workers and the tasks that follow them.
 #[derive(Debug)]
@@ -32,6 +29,8 @@ pub struct WorkerPool {
     shared: Arc<Shared>,
     tls: Option<ClientTlsConfig>,
     num_ids: AtomicU32,
+    /// Page keys of prompts seen of late.
+    chains: Mutex<ChainMemory>,
 }
 
 impl Drop for WorkerPool {
@@ -49,7 +48,7 @@ impl WorkerPool {
         metrics: Arc<Metrics>,
     ) -> Self {
         let shared = Arc::new(Shared::new(Router::new(policy), facts, metrics));
-        Self { shared, tls, num_ids: AtomicU32::new(0) }
+        Self { shared, tls, num_ids: AtomicU32::new(0), chains: Mutex::default() }
     }
 
     /// Follows these workers and no others; needs a running tokio runtime. Workers that are
@@ -85,7 +84,7 @@ impl WorkerPool {
     }
 
     fn follow(&self, address: &WorkerAddress) -> Result<Member, String> {
-        let channel = self.channel(address).map_err(|error| innermost(&error))?;
+        let channel = open(address, self.tls.as_ref()).map_err(|error| innermost(&error))?;
         let Some(seat) = self.shared.router().join(number(&address.uri)) else {
             return Err(format!("{MAX_SEATS} workers are followed already, the most there can be"));
         };
@@ -102,27 +101,6 @@ impl WorkerPool {
         let follower = tokio::spawn(session.run());
         let tls_name = address.tls_name.as_deref().map(Arc::from);
         Ok(Member { id, seat, uri, tls_name, channel, reports, follower })
-    }
-
-    fn channel(&self, address: &WorkerAddress) -> Result<Channel, tonic::transport::Error> {
-        let endpoint = Endpoint::from_shared(address.uri.clone())?
-            .connect_timeout(CONNECT_TIMEOUT)
-            .tcp_nodelay(true)
-            .http2_keep_alive_interval(KEEP_ALIVE.0)
-            .keep_alive_timeout(KEEP_ALIVE.1)
-            .initial_stream_window_size(WINDOW_BYTES)
-            .initial_connection_window_size(16 * WINDOW_BYTES);
-        let endpoint = match &self.tls {
-            Some(tls) if address.uri.starts_with("https://") => {
-                let tls = match &address.tls_name {
-                    Some(name) => tls.clone().domain_name(name),
-                    None => tls.clone(),
-                };
-                endpoint.tls_config(tls)?
-            }
-            _ => endpoint,
-        };
-        Ok(endpoint.connect_lazy())
     }
 
     /// Follows the workers no longer; what is known of them stays as it is.
@@ -155,7 +133,7 @@ impl WorkerPool {
     /// What a request needs of a worker; hashes its prompt.
     pub fn demand(&self, header: &RequestHeader, affinity: Option<&str>) -> Demand {
         let epochs = self.shared.router().epochs();
-        demand(header, affinity, &epochs)
+        demand(header, affinity, &epochs, &self.chains)
     }
 
     /// Leases the worker that will probably answer first.
@@ -186,6 +164,12 @@ impl WorkerPool {
             }
             Err(none) => Err(self.nobody(none, demand)),
         }
+    }
+
+    /// Whether a worker other than the leased one could take a request now.
+    pub fn has_another(&self, demand: &Demand, than: &WorkerLease) -> bool {
+        let demand = Demand { excluded: Some(than.seat), ..demand.clone() };
+        self.shared.router().has_fit(&demand, self.shared.now_s())
     }
 
     /// Leases one worker, whatever it has to do.

@@ -35,6 +35,8 @@ pub(super) struct Report {
     page_tokens: u32,
     /// Cancelled when this start of the worker is known to be over.
     pub(super) lost: CancellationToken,
+    /// Cancelled when it has said nothing for long: who still waits for it may go elsewhere.
+    pub(super) silent: CancellationToken,
 }
 
 impl Report {
@@ -47,6 +49,7 @@ impl Report {
             role: Role::All,
             page_tokens: 0,
             lost: CancellationToken::new(),
+            silent: CancellationToken::new(),
         }
     }
 
@@ -62,8 +65,10 @@ impl Report {
             self.lost.cancel();
         }
         // one that was given up and comes back as it was is not lost any more
-        if self.lost.is_cancelled() {
-            self.lost = CancellationToken::new();
+        for token in [&mut self.lost, &mut self.silent] {
+            if token.is_cancelled() {
+                *token = CancellationToken::new();
+            }
         }
     }
 }
@@ -84,7 +89,7 @@ impl Session {
         let mut last_word = tokio::time::Instant::now();
         loop {
             let reason = self.follow(&mut known_start, &mut pause, &mut last_word).await;
-            self.mark_unreachable(&reason, last_word.elapsed() > LOST_AFTER);
+            self.mark_unreachable(&reason, last_word.elapsed());
             // gateways that lost the same worker must not all come back at once
             let jitter = rand::rng().random_range(0.5..1.0);
             tokio::time::sleep(pause.mul_f64(jitter)).await;
@@ -188,13 +193,16 @@ impl Session {
         }
     }
 
-    fn mark_unreachable(&self, reason: &str, is_lost: bool) {
+    fn mark_unreachable(&self, reason: &str, silence: Duration) {
         self.reports.send_modify(|report| {
             if report.state == WorkerState::Ready {
                 tracing::warn!(worker = %self.address, reason, "worker out of reach");
             }
             report.state = WorkerState::Unreachable { reason: reason.into() };
-            if is_lost {
+            if silence >= MAX_SILENCE {
+                report.silent.cancel();
+            }
+            if silence > LOST_AFTER {
                 report.lost.cancel();
             }
         });

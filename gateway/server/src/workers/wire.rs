@@ -1,5 +1,6 @@
 //! Core types to and from the generated protocol types; nothing else knows the latter.
 
+use std::sync::Arc;
 use std::time::Duration;
 
 use bytes::Bytes;
@@ -53,7 +54,7 @@ pub struct RequestHeader {
     /// Of the model files this request was prepared for.
     pub fingerprint: [u8; 32],
     /// Placeholders expanded.
-    pub prompt_token_ids: Vec<u32>,
+    pub prompt_token_ids: Arc<Vec<u32>>,
     /// The ids that end a reply, the model's own first.
     pub stop_token_ids: Vec<u32>,
     /// On whose behalf, a name that the client does not choose; empty for nobody in particular.
@@ -83,12 +84,13 @@ pub struct Wish {
     pub sources: Sources,
 }
 
-pub(super) fn header_request(
+/// A header without the prompt's ids, which are written beside it.
+pub(super) fn bare_header(
     header: &RequestHeader,
     request_id: &str,
     seed: u64,
     wish: &Wish,
-) -> proto::GenerateRequest {
+) -> proto::GenerateHeader {
     let mut header = generate_header(header, request_id, seed);
     header.purpose = match wish.stage {
         Stage::Answer => proto::Purpose::Unspecified,
@@ -105,19 +107,20 @@ pub(super) fn header_request(
     }
     header.pages_source = wish.sources.pages.as_ref().map(source);
     header.features_source = wish.sources.features.as_ref().map(source);
-    proto::GenerateRequest { body: Some(proto::generate_request::Body::Header(header)) }
+    header
 }
 
 /// The serialized `GenerateHeader` of a request.
 pub fn header_bytes(header: &RequestHeader, request_id: &str, seed: u64) -> Vec<u8> {
-    generate_header(header, request_id, seed).encode_to_vec()
+    let prompt_token_ids = header.prompt_token_ids.to_vec();
+    let header = generate_header(header, request_id, seed);
+    proto::GenerateHeader { prompt_token_ids, ..header }.encode_to_vec()
 }
 
 fn generate_header(header: &RequestHeader, request_id: &str, seed: u64) -> proto::GenerateHeader {
     proto::GenerateHeader {
         request_id: request_id.to_owned(),
         fingerprint: Bytes::copy_from_slice(&header.fingerprint),
-        prompt_token_ids: header.prompt_token_ids.clone(),
         sampling: Some(sampling(header, seed)),
         patch_format: (!header.items.is_empty()).then(|| patch_format(header)),
         media: header.items.iter().map(|item| media_item(item, header.layout)).collect(),

@@ -1,14 +1,20 @@
 //! Roles that M3's template has no place for, put where their text is shown.
 
+use std::borrow::Cow;
+
 use crate::json::{Json, Object};
 
 /// The template shows one leading `root`, then one leading `system` or `developer`, and silently
 /// leaves out any that come later. So leading ones are joined, and later ones become user turns in
 /// their place, which also keeps the prompt before them as it was (for the prefix cache).
-pub(super) fn arrange(messages: Vec<Json>) -> Vec<Json> {
+pub(super) fn arrange(messages: &[Json]) -> Cow<'_, [Json]> {
+    let is_instruction = |message| matches!(role(message), "root" | "system" | "developer");
+    if !messages.iter().skip(1).any(is_instruction) {
+        return Cow::Borrowed(messages);
+    }
     let mut arranged: Vec<Json> = Vec::with_capacity(messages.len());
     let mut is_leading = true;
-    for message in messages {
+    for message in messages.iter().cloned() {
         let role = role(&message);
         match role {
             "root" | "system" | "developer" if is_leading => lead(message, &mut arranged),
@@ -19,7 +25,7 @@ pub(super) fn arrange(messages: Vec<Json>) -> Vec<Json> {
             }
         }
     }
-    arranged
+    Cow::Owned(arranged)
 }
 
 /// Adds an instruction to the leading ones: at most a `root` and, after it, a `developer`.

@@ -18,6 +18,7 @@ use constraint::MarkerIds;
 use gateway_media::{ClipInfo, ImageSize, PatchLayout, PixelNorm};
 use output::M3Parser;
 use output::dialect::{self, Dialect};
+use std::borrow::Cow;
 use vision::VisionGeometry;
 
 /// `model_type` of its config.json.
@@ -149,7 +150,7 @@ impl ModelSpec for MiniMaxM3 {
         &self.defaults
     }
 
-    fn arrange_messages(&self, messages: Vec<Json>) -> Vec<Json> {
+    fn arrange_messages<'a>(&self, messages: &'a [Json]) -> Cow<'a, [Json]> {
         messages::arrange(messages)
     }
 

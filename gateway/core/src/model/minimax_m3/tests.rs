@@ -5,7 +5,8 @@ fn roles_and_texts(messages: &[(&str, &str)]) -> Vec<(String, String)> {
     let messages = messages
         .iter()
         .map(|&(role, text)| Json::object([("role", role.into()), ("content", text.into())]));
-    let arranged = messages::arrange(messages.collect());
+    let messages: Vec<Json> = messages.collect();
+    let arranged = messages::arrange(&messages);
     let text = |message: &Json, key: &str| {
         message.get(key).and_then(Json::as_str).unwrap_or_default().to_owned()
     };
@@ -44,10 +45,11 @@ fn instructions_stand_where_the_template_shows_them() {
 #[test]
 fn instructions_with_pictures_are_joined_part_by_part() {
     let parts = Json::parse(br#"[{"type":"image"},{"type":"text","text":"p"}]"#).unwrap();
-    let arranged = messages::arrange(vec![
+    let messages = [
         Json::object([("role", "system".into()), ("content", "a".into())]),
         Json::object([("role", "developer".into()), ("content", parts)]),
-    ]);
+    ];
+    let arranged = messages::arrange(&messages);
     assert_eq!(
         arranged[0].get("content").unwrap().to_compact(),
         r#"[{"type":"text","text":"a"},{"type":"text","text":"\n\n"},{"type":"image"},{"type":"text","text":"p"}]"#

@@ -11,6 +11,7 @@ use crate::json::{Json, Object};
 use crate::output::{OutputEvent, OutputParser, Stretch, TextClass};
 use gateway_media::{ClipInfo, GridThw, ImageSize, PatchLayout, PixelNorm};
 use serde_json::json;
+use std::borrow::Cow;
 use std::path::Path;
 
 /// `model_type` of its config.json.
@@ -185,8 +186,8 @@ impl ModelSpec for Plain {
         &self.defaults
     }
 
-    fn arrange_messages(&self, messages: Vec<Json>) -> Vec<Json> {
-        messages
+    fn arrange_messages<'a>(&self, messages: &'a [Json]) -> Cow<'a, [Json]> {
+        Cow::Borrowed(messages)
     }
 
     fn template_variables(&self, _: ThinkingMode) -> Object {

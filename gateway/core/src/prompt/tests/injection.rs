@@ -91,7 +91,7 @@ proptest! {
     ) {
         let model = tiny_model();
         let conversation = conversation(&body(&texts, &reply)).unwrap();
-        let messages = model.spec.arrange_messages(conversation.messages.clone());
+        let messages = model.spec.arrange_messages(&conversation.messages);
         let builder = &model.prompt_builder;
         let markers = model.spec.assistant_markers();
         let protected = Protected::new(builder.tokenizer(), markers, &messages, &conversation).unwrap();

@@ -4,8 +4,10 @@ use gateway_media::{GridThw, MediaHash, PatchLayout, PixelNorm};
 use serde_json::Value;
 
 use super::super::chain::{ChainMedia, ChainPrompt, page_keys};
+use super::super::memory::ChainMemory;
 use crate::model::MediaKind;
 use crate::prompt::Span;
+use std::sync::Arc;
 
 const CASES: &str = include_str!("../../../../../tests/data/routing/chain.json");
 
@@ -66,16 +68,68 @@ fn the_gateway_makes_the_committed_keys() {
     }
 }
 
-#[test]
-fn no_page_size_means_no_pages() {
-    let prompt = ChainPrompt {
-        token_ids: &[1; 300],
+fn text_prompt<'a>(token_ids: &'a [u32], tenant: &'a str) -> ChainPrompt<'a> {
+    ChainPrompt {
+        token_ids,
         media: &[],
         layout: PatchLayout { patch_size: 14, temporal_patch_size: 2, merge_size: 2 },
         norm: PixelNorm { mean: [0.0; 3], std: [1.0; 3] },
-        tenant: "",
+        tenant,
         cache_salt: "",
+    }
+}
+
+#[test]
+fn a_remembered_beginning_changes_no_key() {
+    let mut memory = ChainMemory::default();
+    let ids = |length: u32, other_from: u32| -> Arc<Vec<u32>> {
+        let id = |place| if place < other_from { place * 31 % 977 } else { place * 17 % 911 };
+        Arc::new((0..length).map(id).collect())
     };
+    // each begins as one before it does: whole, in part, for another tenant, not at all
+    for (length, other_from, tenant, page_tokens, epoch) in [
+        (300, 999, "", 4, 0),
+        (300, 150, "", 4, 0),
+        (900, 999, "", 4, 0),
+        (301, 150, "", 4, 0),
+        (301, 999, "a", 4, 0),
+        (301, 999, "", 8, 0),
+        (900, 999, "", 4, 1),
+        (900, 1, "", 4, 0),
+        (100, 999, "", 4, 0),
+        (300, 999, "", 0, 0),
+    ] {
+        let ids = ids(length, other_from);
+        let prompt = text_prompt(&ids, tenant);
+        let chain = memory.find(&prompt, page_tokens, epoch).whole(&prompt);
+        assert_eq!(chain.page_keys(), page_keys(&prompt, page_tokens, epoch));
+        memory.keep(chain, &ids);
+    }
+}
+
+#[test]
+fn a_common_beginning_is_found_and_old_prompts_are_let_go() {
+    let mut memory = ChainMemory::default();
+    let long = Arc::new(vec![7; 1000]);
+    let prompt = text_prompt(&long, "");
+    memory.keep(memory.find(&prompt, 8, 0).whole(&prompt), &long);
+
+    let mut other = long.to_vec();
+    other[500] = 8;
+    assert_eq!(memory.find(&text_prompt(&other, ""), 8, 0).num_pages(), 500 / 8);
+    assert_eq!(memory.find(&text_prompt(&other, "a"), 8, 0).num_pages(), 0);
+
+    for number in 0..100 {
+        let fresh = Arc::new(vec![number; 1000]);
+        let prompt = text_prompt(&fresh, "");
+        memory.keep(memory.find(&prompt, 8, 0).whole(&prompt), &fresh);
+    }
+    assert_eq!(memory.find(&prompt, 8, 0).num_pages(), 0);
+}
+
+#[test]
+fn no_page_size_means_no_pages() {
+    let prompt = text_prompt(&[1; 300], "");
     assert!(page_keys(&prompt, 0, 0).is_empty());
     assert_eq!(page_keys(&prompt, 128, 0).len(), 2);
 }

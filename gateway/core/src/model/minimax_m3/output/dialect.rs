@@ -1,9 +1,12 @@
 //! How two generations of the model spell the structure of their output: one grammar, two tables.
 
+use std::sync::LazyLock;
+
 use super::super::{NAMESPACE, THINK_CLOSE, THINK_OPEN};
+use super::lexer::MarkerSets;
 
 /// The spelling of one generation.
-#[derive(Debug, PartialEq, Eq)]
+#[derive(Debug)]
 pub(in super::super) struct Dialect {
     /// Opens thinking.
     pub(in super::super) think_open: &'static str,
@@ -11,6 +14,14 @@ pub(in super::super) struct Dialect {
     pub(in super::super) think_close: &'static str,
     /// What begins a tag, and how the tag goes on.
     pub(super) tags: &'static [(&'static str, TagForm)],
+    /// What of it is looked for in output; made once, since every reply needs it.
+    pub(super) marker_sets: LazyLock<MarkerSets>,
+}
+
+impl PartialEq for Dialect {
+    fn eq(&self, other: &Self) -> bool {
+        std::ptr::eq(self, other)
+    }
 }
 
 /// How a tag goes on behind its beginning.
@@ -31,6 +42,7 @@ pub(in super::super) static M3: Dialect = Dialect {
     think_open: THINK_OPEN,
     think_close: THINK_CLOSE,
     tags: &[(NAMESPACE, TagForm::Marked)],
+    marker_sets: LazyLock::new(|| MarkerSets::new(&M3)),
 };
 
 /// M2, whose form templates of converted checkpoints still write: plain tags, values that are no
@@ -46,6 +58,7 @@ pub(in super::super) static M2: Dialect = Dialect {
         ("<parameter ", TagForm::Named),
         ("</parameter>", TagForm::Whole { name: "parameter", is_closing: true }),
     ],
+    marker_sets: LazyLock::new(|| MarkerSets::new(&M2)),
 };
 
 impl Dialect {

@@ -79,14 +79,21 @@ pub(super) enum Watch {
     TagsAndThinking,
 }
 
-/// The marker sets, made once.
+/// The markers of a dialect under each watch.
 #[derive(Debug)]
-struct Sets {
+pub(super) struct MarkerSets {
     tags: MarkerSet,
     all: MarkerSet,
 }
 
-impl Sets {
+impl MarkerSets {
+    /// Those of this dialect.
+    pub(super) fn new(dialect: &Dialect) -> Self {
+        let tags: Vec<&str> = dialect.tags.iter().map(|(begin, _)| *begin).collect();
+        let all = [tags.as_slice(), &[dialect.think_open, dialect.think_close]].concat();
+        Self { tags: MarkerSet::new(&tags), all: MarkerSet::new(&all) }
+    }
+
     fn get(&self, watch: Watch) -> &MarkerSet {
         match watch {
             Watch::Tags => &self.tags,
@@ -99,7 +106,6 @@ impl Sets {
 #[derive(Debug)]
 pub(super) struct Lexer {
     dialect: &'static Dialect,
-    sets: Sets,
     buffer: String,
     /// Everything before is given out.
     start: usize,
@@ -113,11 +119,8 @@ pub(super) struct Lexer {
 
 impl Lexer {
     pub(super) fn new(dialect: &'static Dialect) -> Self {
-        let tags: Vec<&str> = dialect.tags.iter().map(|(begin, _)| *begin).collect();
-        let all = [tags.as_slice(), &[dialect.think_open, dialect.think_close]].concat();
         Self {
             dialect,
-            sets: Sets { tags: MarkerSet::new(&tags), all: MarkerSet::new(&all) },
             buffer: String::new(),
             start: 0,
             scanned: 0,
@@ -145,7 +148,7 @@ impl Lexer {
             }
         }
         while self.in_tag.is_none() {
-            let set = self.sets.get(self.watch);
+            let set = self.dialect.marker_sets.get(self.watch);
             let Some(found) = set.scan(&mut self.position, &self.buffer[self.scanned..]) else {
                 self.scanned = self.buffer.len();
                 let certain = self.buffer.len() - set.held(self.position);

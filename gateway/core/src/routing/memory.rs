@@ -1,0 +1,102 @@
+//! Page keys of prompts seen of late: one that begins as an earlier one hashes only what is new.
+
+use std::collections::VecDeque;
+use std::sync::Arc;
+
+use super::chain::{ChainPrompt, Key, PageKeys, extend_chain, root_key, short};
+
+/// Tokens of all prompts that are kept: 4 bytes each, which the requests that brought them share.
+const MAX_TOKENS: usize = 2 << 20;
+/// Prompts of fewer pages are hashed before they could be found.
+const MIN_PAGES: usize = 32;
+/// Prompts that are kept, each of which is compared with a new one.
+const MAX_PROMPTS: usize = 32;
+
+/// Prompts without media and the keys of their pages, the last one seen first.
+#[derive(Debug, Default)]
+pub struct ChainMemory {
+    seen: VecDeque<Seen>,
+    num_tokens: usize,
+}
+
+/// The chain of a prompt, as far as it is known.
+#[derive(Clone, Debug)]
+pub struct KnownChain {
+    root: Key,
+    page_tokens: usize,
+    keys: Arc<[Key]>,
+    num_pages: usize,
+}
+
+#[derive(Debug)]
+struct Seen {
+    chain: KnownChain,
+    token_ids: Arc<Vec<u32>>,
+}
+
+impl ChainMemory {
+    /// What is known of the prompt's pages of `page_tokens` tokens under this epoch.
+    pub fn find(&self, prompt: &ChainPrompt<'_>, page_tokens: usize, epoch: u64) -> KnownChain {
+        let root = root_key(prompt, epoch);
+        let unknown = KnownChain { root, page_tokens, keys: Arc::from([]), num_pages: 0 };
+        if page_tokens == 0 || !is_remembered(prompt, page_tokens) {
+            return unknown;
+        }
+        let same = |seen: &&Seen| seen.chain.root == root && seen.chain.page_tokens == page_tokens;
+        let known = self.seen.iter().filter(same).map(|seen| {
+            let num_pages = common(&seen.token_ids, prompt.token_ids, page_tokens);
+            KnownChain { num_pages: num_pages.min(seen.chain.num_pages), ..seen.chain.clone() }
+        });
+        known.max_by_key(|known| known.num_pages).unwrap_or(unknown)
+    }
+
+    /// Keeps a whole chain that [`KnownChain::whole`] gave; `token_ids` are those of its prompt.
+    pub fn keep(&mut self, chain: KnownChain, token_ids: &Arc<Vec<u32>>) {
+        if chain.num_pages < MIN_PAGES {
+            return;
+        }
+        // one that this one continues is found by it as well
+        let is_covered = |seen: &Seen| {
+            seen.chain.root == chain.root
+                && seen.chain.page_tokens == chain.page_tokens
+                && chain.keys.get(seen.chain.num_pages - 1) == seen.chain.keys.last()
+        };
+        self.seen.retain(|seen| !is_covered(seen));
+        self.seen.push_front(Seen { chain, token_ids: Arc::clone(token_ids) });
+        self.num_tokens = self.seen.iter().map(|seen| seen.token_ids.len()).sum();
+        while self.seen.len() > MAX_PROMPTS || self.num_tokens > MAX_TOKENS {
+            let Some(oldest) = self.seen.pop_back() else { break };
+            self.num_tokens -= oldest.token_ids.len();
+        }
+    }
+}
+
+impl KnownChain {
+    /// The chain of the same prompt to its end.
+    pub fn whole(&self, prompt: &ChainPrompt<'_>) -> Self {
+        let known = &self.keys[..self.num_pages];
+        let keys: Arc<[Key]> = extend_chain(prompt, self.page_tokens, &self.root, known).into();
+        let num_pages = if is_remembered(prompt, self.page_tokens) { keys.len() } else { 0 };
+        Self { num_pages, keys, ..*self }
+    }
+
+    /// How many pages are known.
+    pub fn num_pages(&self) -> usize {
+        self.num_pages
+    }
+
+    /// The first eight bytes of all its keys.
+    pub fn page_keys(&self) -> PageKeys {
+        self.keys.iter().map(short).collect()
+    }
+}
+
+fn is_remembered(prompt: &ChainPrompt<'_>, page_tokens: usize) -> bool {
+    prompt.media.is_empty() && prompt.token_ids.len() > MIN_PAGES * page_tokens
+}
+
+/// Whole pages that both begin with.
+fn common(one: &[u32], other: &[u32], page_tokens: usize) -> usize {
+    let pages = one.chunks_exact(page_tokens).zip(other.chunks_exact(page_tokens));
+    pages.take_while(|(one, other)| one == other).count()
+}
