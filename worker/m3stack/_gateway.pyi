@@ -15,8 +15,9 @@ class Preparer:
     """
 
     def __new__(cls, model_path: str | PathLike[str]) -> Preparer: ...
-    def prepare_chat(self, body: bytes) -> tuple[bytes, list[bytes]]:
-        """Serialized `GenerateHeader` (no request id) and patch bytes of each media item.
+    def prepare_chat(self, body: bytes) -> tuple[bytes, list[memoryview]]:
+        """Serialized `GenerateHeader` (no request id) and patch bytes of each media item; a
+        picture's are read where the gateway keeps them.
 
         Raises:
             RefusedError: as the gateway would refuse the request.

@@ -44,7 +44,8 @@ class Preparer:
             raise WorkerError(ErrorKind.INVALID_REQUEST, message, param or "") from refused
         header = pb.GenerateHeader.FromString(header_bytes)
         header.request_id = f"direct-{uuid.uuid4().hex}"
-        return convert.request_from_header(header, patches), header.fingerprint
+        rows = [bytes(rows) for rows in patches]
+        return convert.request_from_header(header, rows), header.fingerprint
 
     def tokenize(self, text: str) -> list[int]:
         """Ids of a text, control tokens in it meant as such."""

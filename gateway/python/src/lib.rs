@@ -6,6 +6,8 @@
 
 use pyo3::prelude::*;
 
+mod shared_rows;
+
 // as in the gateway's own program: large pieces go back to the system, and come fast
 #[global_allocator]
 static ALLOCATOR: mimalloc::MiMalloc = mimalloc::MiMalloc;
@@ -23,7 +25,9 @@ mod _gateway {
     use pyo3::create_exception;
     use pyo3::exceptions::PyException;
     use pyo3::prelude::*;
-    use pyo3::types::PyBytes;
+    use pyo3::types::{PyBytes, PyMemoryView};
+
+    use crate::shared_rows::SharedRows;
 
     create_exception!(
         m3stack._gateway,
@@ -46,6 +50,7 @@ mod _gateway {
     }
 
     type ClipRows<'py> = (Bound<'py, PyBytes>, (u32, u32, u32), Vec<u64>, Vec<f64>);
+    type PreparedChat<'py> = (Bound<'py, PyBytes>, Vec<Bound<'py, PyMemoryView>>);
     type PatchRows<'py> = (Bound<'py, PyBytes>, (u32, u32, u32));
 
     /// Prepares requests for one checkpoint.
@@ -65,13 +70,9 @@ mod _gateway {
         }
 
         /// (serialized GenerateHeader, patch bytes of each media item) of a chat request's body.
-        fn prepare_chat<'py>(
-            &self,
-            py: Python<'py>,
-            body: &[u8],
-        ) -> PyResult<(Bound<'py, PyBytes>, Vec<Bound<'py, PyBytes>>)> {
+        fn prepare_chat<'py>(&self, py: Python<'py>, body: &[u8]) -> PyResult<PreparedChat<'py>> {
             let prepared = py.detach(|| self.inner.chat(body)).map_err(refused)?;
-            let patches = prepared.patches.iter().map(|pieces| joined(py, pieces));
+            let patches = prepared.patches.into_iter().map(|pieces| viewed(py, pieces));
             Ok((PyBytes::new(py, &prepared.header), patches.collect::<PyResult<_>>()?))
         }
 
@@ -95,8 +96,15 @@ mod _gateway {
             max_long_side_pixel: Option<u32>,
         ) -> PyResult<PatchRows<'py>> {
             let controls = SizeControls { detail, max_long_side_pixel, fps: None };
-            let patches = py.detach(|| self.inner.still(data, &controls)).map_err(refused)?;
-            Ok(rows(py, &patches))
+            let plan = py.detach(|| self.inner.plan_still(data, &controls)).map_err(refused)?;
+            let mut grid = (0, 0, 0);
+            // made where Python wants them: nobody else knows this value yet
+            let rows = PyBytes::new_with(py, plan.num_bytes, |rows| {
+                let made = py.detach(|| self.inner.fill_still(data, &plan, rows));
+                grid = made.map(|grid| (grid.t, grid.h, grid.w)).map_err(refused)?;
+                Ok(())
+            })?;
+            Ok((rows, grid))
         }
 
         /// (u8 patch rows, grid t h w, frame numbers, seconds of each temporal patch) of a clip's
@@ -135,6 +143,18 @@ mod _gateway {
             let patches = py.detach(|| self.inner.frames(frames, size)).map_err(refused)?;
             Ok(rows(py, &patches))
         }
+    }
+
+    /// One piece as it is, several as one value.
+    fn viewed(py: Python<'_>, mut pieces: Vec<Bytes>) -> PyResult<Bound<'_, PyMemoryView>> {
+        let rows = match (pieces.pop(), pieces.is_empty()) {
+            (Some(piece), true) => Bound::new(py, SharedRows(piece))?.into_any(),
+            (last, _) => {
+                pieces.extend(last);
+                joined(py, &pieces)?.into_any()
+            }
+        };
+        PyMemoryView::from(&rows)
     }
 
     /// One value of all the pieces.

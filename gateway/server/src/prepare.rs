@@ -10,10 +10,10 @@ use gateway_core::conversation::check_chat;
 use gateway_core::model::{MediaKind, MediaPlan, SizeControls};
 use gateway_core::openai::RequestBody;
 use gateway_media::decode::{DecodeLimits, read_header};
-use gateway_media::patchify::patchify_clip;
-use gateway_media::picture::{PictureJob, picture_patches};
+use gateway_media::patchify::{patch_bytes, patchify_clip};
+use gateway_media::picture::{PictureJob, fill_patches};
 use gateway_media::resize::Resizer;
-use gateway_media::{ClipInfo, ImageSize, MediaError, PatchLayout, Patches, RgbFrame};
+use gateway_media::{ClipInfo, GridThw, ImageSize, MediaError, PatchLayout, Patches, RgbFrame};
 use rand::RngCore;
 use tokio::runtime::Runtime;
 
@@ -41,6 +41,15 @@ pub struct Prepared {
     pub header: Vec<u8>,
     /// Patch bytes of each media item in pieces, in the header's order.
     pub patches: Vec<Vec<Bytes>>,
+}
+
+/// A still's way, known before any pixel is.
+#[derive(Clone, Copy, Debug)]
+pub struct StillPlan {
+    source: ImageSize,
+    target: ImageSize,
+    /// Bytes of all its patch rows.
+    pub num_bytes: usize,
 }
 
 /// Prepares requests for one checkpoint, with the gateway's own settings from the environment.
@@ -112,19 +121,40 @@ impl Preparer {
         self.app.model.prompt_builder.decode(ids)
     }
 
-    /// Patch rows of a still, from its file's bytes.
+    /// What becomes of a still, from the header of its file.
     ///
     /// # Errors
     /// `MediaRejected` as the gateway refuses the picture.
-    pub fn still(&self, bytes: &[u8], controls: &SizeControls) -> Result<Patches, GatewayError> {
+    pub fn plan_still(
+        &self,
+        bytes: &[u8],
+        controls: &SizeControls,
+    ) -> Result<StillPlan, GatewayError> {
         let spec = &*self.app.model.spec;
-        let size = read_header(bytes).map_err(refusal)?.size;
-        let plan = spec.plan_image(size, controls)?;
-        let (limits, resizer) = (&DecodeLimits::default(), &Resizer::new(size, plan.target));
-        let (layout, is_wanted) = (spec.patch_layout(), &mut || true);
-        let job = PictureJob { limits, resizer, layout, is_wanted };
-        let patches = picture_patches(bytes, job).map_err(refusal)?;
-        patches.ok_or_else(|| GatewayError::internal("a picture was given up, which nobody asked"))
+        let source = read_header(bytes).map_err(refusal)?.size;
+        let target = spec.plan_image(source, controls)?.target;
+        let num_bytes = patch_bytes(target, spec.patch_layout(), 1);
+        Ok(StillPlan { source, target, num_bytes })
+    }
+
+    /// Writes its patch rows where the caller wants them, and gives their grid.
+    ///
+    /// # Errors
+    /// As [`Preparer::plan_still`].
+    ///
+    /// # Panics
+    /// When the plan is of another file or `rows` has another length than it says.
+    pub fn fill_still(
+        &self,
+        bytes: &[u8],
+        plan: &StillPlan,
+        rows: &mut [u8],
+    ) -> Result<GridThw, GatewayError> {
+        let resizer = self.app.media.resizer(plan.source, plan.target);
+        let (limits, layout) = (&DecodeLimits::default(), self.patch_layout());
+        let job = PictureJob { limits, resizer: &resizer, layout, is_wanted: &mut || true };
+        let grid = fill_patches(bytes, job, rows).map_err(refusal)?;
+        grid.ok_or_else(|| GatewayError::internal("a picture was given up, which nobody asked"))
     }
 
     /// Patch rows of a clip from its file's bytes, in pieces, and what was planned of it.

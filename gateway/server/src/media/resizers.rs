@@ -6,25 +6,35 @@ use std::sync::{Arc, Mutex, PoisonError};
 use gateway_media::ImageSize;
 use gateway_media::resize::Resizer;
 
-/// Resizers kept; each holds some hundred kilobytes of weights at most.
-const KEPT: usize = 16;
+use super::MediaLoader;
 
-/// A few resizers, the last used ones in front.
-#[derive(Debug, Default)]
-pub struct Resizers(Mutex<VecDeque<Arc<Resizer>>>);
+/// Resizers kept; a photo's holds some hundred kilobytes of weights.
+const KEPT: usize = 16;
+/// Bytes of all that are kept: a panorama's alone may hold tens of millions.
+const KEPT_BYTES: usize = 4 << 20;
+
+/// A few resizers, the last used ones in front; copies share them.
+#[derive(Clone, Debug, Default)]
+pub struct Resizers(Arc<Mutex<VecDeque<Arc<Resizer>>>>);
 
 impl Resizers {
-    /// The one for these sizes, made if it is not there.
+    /// The one for these sizes, made if it is not there: up to some milliseconds of work.
     pub fn get(&self, source: ImageSize, target: ImageSize) -> Arc<Resizer> {
         if let Some(known) = self.find(source, target) {
             return known;
         }
         // not under the lock; two who miss at once both make one
         let made = Arc::new(Resizer::new(source, target));
+        if made.bytes() > KEPT_BYTES {
+            return made;
+        }
         // nothing panics while it is held
         let mut kept = self.0.lock().unwrap_or_else(PoisonError::into_inner);
         kept.push_front(Arc::clone(&made));
         kept.truncate(KEPT);
+        while kept.iter().map(|resizer| resizer.bytes()).sum::<usize>() > KEPT_BYTES {
+            kept.pop_back();
+        }
         made
     }
 
@@ -35,6 +45,13 @@ impl Resizers {
         let found = kept.remove(place)?;
         kept.push_front(Arc::clone(&found));
         Some(found)
+    }
+}
+
+impl MediaLoader {
+    /// From frames of one size to those of another.
+    pub(crate) fn resizer(&self, source: ImageSize, target: ImageSize) -> Arc<Resizer> {
+        self.resizers.get(source, target)
     }
 }
 
@@ -57,5 +74,24 @@ mod tests {
         assert!(resizers.find(size(31), target).is_none());
         assert!(Arc::ptr_eq(&first, &resizers.get(size(30), target)));
         assert!(resizers.find(target, size(30)).is_none());
+    }
+
+    #[test]
+    fn tables_of_panoramas_stay_within_the_bytes_set_aside() {
+        let resizers = Resizers::default();
+        let target = ImageSize { width: 2016, height: 28 };
+        for width in 0..KEPT as u32 {
+            let source = ImageSize { width: 20_000 + width, height: 300 };
+            resizers.get(source, target);
+            let kept = resizers.0.lock().unwrap();
+            let bytes: usize = kept.iter().map(|resizer| resizer.bytes()).sum();
+            assert!(bytes <= KEPT_BYTES, "{bytes} bytes of {} resizers", kept.len());
+            assert_eq!(kept[0].source(), source, "the last one is kept");
+        }
+        let huge = ImageSize { width: 500_000, height: 28 };
+        let made = resizers.get(huge, target);
+        assert!(made.bytes() > KEPT_BYTES);
+        assert!(resizers.find(huge, target).is_none(), "one that would push out all others");
+        assert!(!resizers.0.lock().unwrap().is_empty());
     }
 }
