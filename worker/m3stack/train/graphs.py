@@ -8,11 +8,12 @@ all steps run on: gradients are tied to the stream of the step that first made t
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional
 
 from m3stack.models.minimax_m3.vision import Grid
@@ -171,8 +172,30 @@ def backward(student: Student, loss: Tensor) -> tuple[Tensor, Tensor]:
     )
 
 
+@contextmanager
+def as_before(model: nn.Module, optimizer: torch.optim.Optimizer) -> Iterator[None]:
+    """Steps inside leave weights and what the optimizer keeps as they were, each at its place."""
+    weights = list(model.state_dict().values())
+    kept = [weight.detach().clone() for weight in weights]
+    moments = {
+        parameter: {name: value.clone() for name, value in state.items()}
+        for parameter, state in optimizer.state.items()
+    }
+    try:
+        yield
+    finally:
+        with torch.no_grad():
+            for weight, value in zip(weights, kept, strict=True):
+                weight.copy_(value)
+            for parameter, state in optimizer.state.items():
+                before = moments.get(parameter)
+                for name, value in state.items():
+                    # a parameter that had no step yet begins at zeros
+                    value.zero_() if before is None else value.copy_(before[name])
+
+
 class GraphedStep:
-    """A step captured over its buffers; making it takes `WARM_UP_STEPS` real steps.
+    """A step captured over its buffers; making it takes `WARM_UP_STEPS` real steps: `as_before`.
 
     It must be made on the stream that every step runs on, and that not the default one.
 

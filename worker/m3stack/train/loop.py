@@ -19,7 +19,7 @@ from torch.nn import functional
 from m3stack.models.minimax_m3.config import M3Config
 from m3stack.models.minimax_m3.moe import MixtureOfExperts
 from m3stack.train.batches import SKILLS, Batch, BatchKind
-from m3stack.train.graphs import GraphedStep, StepResult, backward
+from m3stack.train.graphs import GraphedStep, StepResult, as_before, backward
 from m3stack.train.model import Student
 from m3stack.train.operations import Layout, Selection
 from m3stack.train.recipe import Phase, Recipe
@@ -82,7 +82,8 @@ class Trainer:
         source: gives batch `number` of a kind, on the CPU; numbers of a kind count up from 0.
         uses_graphs: steps run as CUDA graphs, one a kind of batch; of no effect without a GPU.
             Where capture fails, steps go on without, a warning says why and every record how many.
-        report: told one record every `report_s` seconds, and the last one.
+        report: told one record every `report_s` seconds, and one of the steps after those at the
+            end of a run.
     """
 
     def __init__(
@@ -139,29 +140,38 @@ class Trainer:
     ) -> None:
         began, last_report = time.monotonic() - self.elapsed_s, time.monotonic()
         first_step, self._graphed_steps = self.step, 0
+        progress, figures = 0.0, {}
+
+        def report(now: float) -> None:
+            record: dict[str, Any] = {
+                "step": self.step,
+                "progress": round(progress, 4),
+                "seconds": round(now - began, 2),
+                "steps_per_s": round((self.step - first_step) / (now - last_report), 2),
+                "graphed": round(self._graphed_steps / (self.step - first_step), 3),
+                **{name: round(float(value), 4) for name, value in figures.items()},
+                "skills": self._scores.take(),
+            }
+            self._report(record)
+
         while True:
             self.elapsed_s = time.monotonic() - began
-            progress = max(self.step / budget.steps, self.elapsed_s / budget.seconds)
-            if progress >= until:
+            reached = max(self.step / budget.steps, self.elapsed_s / budget.seconds)
+            if reached >= until:
                 break
+            progress = reached
             figures = self._train_step(progress)
             self.step += 1
             if after_step is not None:
                 after_step(self, progress)
             now = time.monotonic()
-            if now - last_report >= self._report_s or self.step == budget.steps:
-                record: dict[str, Any] = {
-                    "step": self.step,
-                    "progress": round(progress, 4),
-                    "seconds": round(now - began, 2),
-                    "steps_per_s": round((self.step - first_step) / (now - last_report), 2),
-                    "graphed": round(self._graphed_steps / (self.step - first_step), 3),
-                    **{name: round(float(value), 4) for name, value in figures.items()},
-                    "skills": self._scores.take(),
-                }
-                self._report(record)
+            if now - last_report >= self._report_s:
+                report(now)
                 last_report, first_step = time.monotonic(), self.step
                 self._graphed_steps = 0
+        # by steps or by seconds, a run ends with a record
+        if self.step > first_step:
+            report(time.monotonic())
 
     def _train_step(self, progress: float) -> dict[str, Tensor | float]:
         recipe, student = self.recipe, self.student
@@ -207,7 +217,10 @@ class Trainer:
         if key not in self._graphs:
             zero = partial(self.optimizer.zero_grad, set_to_none=True)
             try:
-                self._graphs[key] = GraphedStep(self.student, batch, layout, self._update, zero)
+                # the steps that it takes are none of the run's
+                with as_before(self.student.model, self.optimizer):
+                    made = GraphedStep(self.student, batch, layout, self._update, zero)
+                self._graphs[key] = made
             except RuntimeError as error:
                 _LOGGER.warning("training graphs=off kind=%s reason=%s", batch.kind, error)
                 self._uses_graphs = False
@@ -267,24 +280,31 @@ class Trainer:
             "step": self.step,
             "elapsed_s": self.elapsed_s,
             "used": [(astuple(kind), count) for kind, count in self._used.items()],
-            "recipe": self.recipe.name,
+            "recipe": repr(self.recipe),
         }
         unfinished = path.with_suffix(".tmp")
         torch.save(state, unfinished)
         unfinished.replace(path)
 
     def resume(self, path: Path) -> None:
-        """Continues where another run of the same recipe stopped.
+        """Continues where another run of the same recipe stopped, on whatever device that was.
+
+        On a CPU the whole is bit by bit the run that never stopped. With CUDA graphs it is up to
+        rounding: buffers are as large as the first batch after the start asks for.
 
         Raises:
-            ValueError: the file is of another recipe.
+            ValueError: the file is of another recipe, or of one of other sizes, seed or rate.
         """
         state = torch.load(path, map_location=self.student.device, weights_only=True)
-        if state["recipe"] != self.recipe.name:
+        if state["recipe"] != repr(self.recipe):
             raise ValueError(
-                f"{path} was written by recipe {state['recipe']!r}, this is {self.recipe.name!r}"
+                f"{path} was written by recipe {state['recipe']}, this is {self.recipe!r}"
             )
         self.student.model.load_state_dict(state["model"])
+        # how the other device was served is none of what the run has learned
+        groups = zip(state["optimizer"]["param_groups"], self.optimizer.param_groups, strict=True)
+        for theirs, own in groups:
+            theirs.update({name: own[name] for name in ("lr", "fused", "foreach", "capturable")})
         self.optimizer.load_state_dict(state["optimizer"])
         self.step, self.elapsed_s = state["step"], state["elapsed_s"]
         self._used = {BatchKind(*kind): count for kind, count in state["used"]}

@@ -143,7 +143,7 @@ def finding_recipe(tokens: int, *, peak_rate: float = 1e-3) -> Recipe:
 
 
 def arm_recipe(tokens: int, *, text_first: bool) -> Recipe:
-    """Two runs of equal text and media budget: mixed from step 0, or text first and media later."""
+    """Mixed from step 0, or text first and media later: in equal steps of equal text and media."""
     kinds = _kinds(tokens, 0.5)
     dense = Selection.ALL
     if text_first:
