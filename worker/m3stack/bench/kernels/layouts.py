@@ -111,7 +111,7 @@ def _over_copy(plan: DecodePlan, q_RhD: Tensor, copied: Callable[[], LayerPages]
 def prepare(shape: DecodeShape, ceilings: Ceilings) -> Prepared:
     """Attention alone over every layout, the choice given."""
     kernels = CudaDecode(DecodeLibrary())
-    batches = shape.input_sets()
+    batches = shape.input_sets(shape.attend_bytes())
     chosen = [choose(kernels, batch) for batch in batches]
     token_major = [_token_major(batch.pages) for batch in batches]
 
