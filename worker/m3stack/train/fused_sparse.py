@@ -128,6 +128,22 @@ def _load_picked(picked, at, CHOSEN: tl.constexpr, WIDTH: tl.constexpr):
 
 
 @triton.jit
+def _dots(query, key, position, keys, sees, scale_log2):
+    """Base 2 scores of rows and keys, -1e30 where a row does not see a key; where it does."""
+    dots = tl.dot(query, tl.trans(key), input_precision="ieee") * scale_log2
+    is_seen = (keys[None, :] <= position[:, None]) & (sees > 0)[:, None]
+    return tl.where(is_seen, dots, -1e30), is_seen
+
+
+@triton.jit
+def _slope(dots, total, out_grad, value, offset, scale):
+    """Weights of rows and keys, and the gradient of their scaled products."""
+    share = tl.exp2(dots - total[:, None])
+    spread = tl.dot(out_grad, tl.trans(value), input_precision="ieee")
+    return share, share * (spread - offset[:, None]) * scale
+
+
+@triton.jit
 def _forward(
     q, k, v, picked, out, sums, scale_log2, length,
     GROUPS: tl.constexpr, SHARE: tl.constexpr, DIM: tl.constexpr, BLOCK: tl.constexpr,
@@ -148,10 +164,7 @@ def _forward(
         if tl.max(sees, 0) > 0:
             slots = (pair * length + number * BLOCK + keys)[:, None] * DIM + dims[None, :]
             key, value = tl.load(k + slots), tl.load(v + slots)
-            dots = tl.dot(query, tl.trans(key), input_precision="ieee") * scale_log2
-            is_seen = (number * BLOCK + keys)[None, :] <= position[:, None]
-            is_seen = is_seen & (sees > 0)[:, None]
-            dots = tl.where(is_seen, dots, -1e30)
+            dots, is_seen = _dots(query, key, position, number * BLOCK + keys, sees, scale_log2)
             new = tl.maximum(best, tl.max(dots, 1))
             share = tl.where(is_seen, tl.exp2(dots - new[:, None]), 0.0)
             kept = tl.exp2(best - new)
@@ -183,12 +196,8 @@ def _query_gradient(
         if tl.max(sees, 0) > 0:
             slots = (pair * length + number * BLOCK + keys)[:, None] * DIM + dims[None, :]
             key, value = tl.load(k + slots), tl.load(v + slots)
-            dots = tl.dot(query, tl.trans(key), input_precision="ieee") * scale_log2
-            is_seen = (number * BLOCK + keys)[None, :] <= position[:, None]
-            is_seen = is_seen & (sees > 0)[:, None]
-            share = tl.exp2(tl.where(is_seen, dots, -1e30) - total[:, None])
-            spread = tl.dot(out_grad, tl.trans(value), input_precision="ieee")
-            slope = share * (spread - offset[:, None]) * scale
+            dots, _ = _dots(query, key, position, number * BLOCK + keys, sees, scale_log2)
+            _, slope = _slope(dots, total, out_grad, value, offset, scale)
             result += tl.dot(slope.to(key.dtype), key, input_precision="ieee")
     tl.store(q_grad + places, result.to(q_grad.dtype.element_ty))
 
@@ -215,12 +224,8 @@ def _key_gradient(
             places = head[:, None] * DIM + dims[None, :]
             query, out_grad = tl.load(q + places), tl.load(gradient + places)
             total, offset = tl.load(sums + head), tl.load(delta + head)
-            dots = tl.dot(query, tl.trans(key), input_precision="ieee") * scale_log2
-            is_seen = keys[None, :] <= position[:, None]
-            is_seen = is_seen & (sees > 0)[:, None]
-            share = tl.exp2(tl.where(is_seen, dots, -1e30) - total[:, None])
-            spread = tl.dot(out_grad, tl.trans(value), input_precision="ieee")
-            slope = share * (spread - offset[:, None]) * scale
+            dots, _ = _dots(query, key, position, keys, sees, scale_log2)
+            share, slope = _slope(dots, total, out_grad, value, offset, scale)
             value_sum += tl.dot(
                 tl.trans(share.to(out_grad.dtype)), out_grad, input_precision="ieee"
             )
