@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
+import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from m3stack.cache.prefix import page_chain
+from m3stack.engine.admission import KEYS_A_STEP
 from m3stack.engine.scheduler import SchedulerLimits
 from m3stack.engine.sequence import WaitReason
 from m3stack.engine.waiting import AGING_STEPS, MAX_PRIORITY
@@ -221,3 +226,54 @@ def test_tenants_and_salts_never_share_pages() -> None:
         drive.drain()
         cached.append(drive.sequences[handle].cached_tokens)
     assert cached == [0, 0, 0, 0, 0, 3 * PAGE]
+
+
+@pytest.mark.parametrize("is_ahead", [False, True])
+def test_a_long_prompt_is_looked_at_a_part_a_step_while_others_run(
+    is_ahead: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made: list[int] = []
+
+    def counted(parent: bytes, token_ids: Sequence[int], page_tokens: int) -> list[bytes]:
+        made.append(len(token_ids) // page_tokens)
+        return page_chain(parent, token_ids, page_tokens)
+
+    monkeypatch.setattr("m3stack.engine.sequence.page_chain", counted)
+    stack = Stack(num_pages=4 * KEYS_A_STEP, limits=bounds(batch=64, sequences=4))
+    scheduler, runner = stack.scheduler, stack.runner
+    drive = Drive(stack, max_context=1 << 20)
+    running = drive.add(text(3, max_tokens=40))
+    drive.step()
+    made.clear()
+    length = PAGE * (3 * KEYS_A_STEP + 10)
+    # they share no prefix: each has all its keys to be made
+    waiting = [drive.add(text(length, salt, max_tokens=1)) for salt in (1, 2)]
+    steps = 0
+    while not drive.sequences[waiting[0]].pages:
+        made.clear()
+        if is_ahead:
+            # the running one goes on, and nobody is waited for
+            plan = scheduler.plan()
+            following = scheduler.plan_ahead(plan)
+            step = runner.launch(plan)
+            runner.sample(step)
+            behind = runner.launch(following, step) if following is not None else None
+            scheduler.commit(plan, runner.collect(step))
+            if following is not None and behind is not None:
+                runner.sample(behind)
+                scheduler.commit(following, runner.collect(behind))
+        else:
+            drive.step()
+        steps += 1
+        # and the last page of a prompt that is admitted, and one that became full
+        assert sum(made) <= (2 if is_ahead else 1) * (KEYS_A_STEP + 2)
+    assert steps == (3 if is_ahead else 4)
+    assert drive.sequences[waiting[0]].wait_steps[WaitReason.KEYS] > 0
+    assert drive.sequences[running].num_output > steps
+
+
+def test_a_long_prompt_starts_at_once_where_nobody_runs() -> None:
+    drive = Drive(Stack(num_pages=4 * KEYS_A_STEP, limits=bounds(batch=64)), max_context=1 << 20)
+    handle = drive.add(text(PAGE * 2 * KEYS_A_STEP, max_tokens=1))
+    drive.step()
+    assert drive.sequences[handle].pages

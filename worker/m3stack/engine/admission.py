@@ -15,6 +15,8 @@ from m3stack.engine.waiting import TenantCaps, WaitingQueue, order_key
 
 # a sequence preempted that often runs again only when nothing can preempt it any more
 MAX_PREEMPTIONS = 3
+# page keys made in a step for who waits, while others run: a millisecond or two
+KEYS_A_STEP = 512
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,16 +56,21 @@ class Admissions:
         self.tenants = TenantCaps(limits.max_running_per_tenant)
         self.underway = PagesUnderway(pages)
         self._blocked: _Blocked | None = None
+        self._keys_left = 0
 
     def admit(self, restorer: Restorer) -> list[Admission]:
         """Starts whoever may start now."""
         admitted: list[Admission] = []
+        self._keys_left = KEYS_A_STEP
         index = 0
         while index < len(self._waiting) and len(self._running) < self._limits.max_sequences:
             sequence = self._waiting[index]
             if not self.tenants.allows(sequence.request.tenant):
                 sequence.waited_for(WaitReason.TENANT)
                 index += 1
+            elif not self._has_keys(sequence):
+                sequence.waited_for(WaitReason.KEYS)
+                return admitted
             elif self.underway.holds_back(sequence):
                 sequence.waited_for(WaitReason.PREFIX)
                 index += 1
@@ -78,14 +85,25 @@ class Admissions:
         return admitted
 
     def may_admit(self) -> bool:
-        """Whether somebody waits who might start now; changes nothing."""
+        """Whether somebody waits who might start now; at most a step's keys are made for it."""
         if len(self._running) >= self._limits.max_sequences:
             return False
+        self._keys_left = KEYS_A_STEP
         for sequence in self._waiting:
-            is_free = self.tenants.allows(sequence.request.tenant)
-            if is_free and not self.underway.holds_back(sequence):
+            if not self.tenants.allows(sequence.request.tenant):
+                continue
+            if not self._has_keys(sequence):
+                return False
+            if not self.underway.holds_back(sequence):
                 return not (self._running and self._is_blocked(self._state(sequence)))
         return False
+
+    def _has_keys(self, sequence: Sequence) -> bool:
+        """Whether a prompt's pages can be looked for; who runs is not held up by their keys."""
+        if not (self._pages.keeps and self._running):
+            return True
+        self._keys_left -= sequence.make_keys(self._keys_left)
+        return not sequence.num_lacking_keys
 
     def _state(self, sequence: Sequence) -> _Blocked:
         room = self._pages.num_available - self._headroom(sequence)

@@ -29,6 +29,7 @@ class WaitReason(Enum):
     PAGES = "cache pages"
     TENANT = "the tenant's limit"
     PREFIX = "a prefix that another request was computing"
+    KEYS = "the keys of its prompt's pages"
 
 
 @dataclass(frozen=True, slots=True)
@@ -247,6 +248,17 @@ class Sequence:
     def matchable_keys(self) -> list[bytes]:
         """Keys of the full pages before the last token, which is always computed anew."""
         return self.page_keys((len(self.tokens) - 1) // self.page_tokens)
+
+    @property
+    def num_lacking_keys(self) -> int:
+        """How many of `matchable_keys` are still to be made."""
+        return max(0, (len(self.tokens) - 1) // self.page_tokens - len(self._page_keys))
+
+    def make_keys(self, most_pages: int) -> int:
+        """Makes the next of `matchable_keys`, so that no step waits for all; returns how many."""
+        count = min(most_pages, self.num_lacking_keys)
+        self._extend_keys(len(self._page_keys) + count)
+        return count
 
     def page_keys(self, count: int) -> list[bytes]:
         """Keys of the first `count` pages, all of whose tokens are known."""
