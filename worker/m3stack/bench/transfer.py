@@ -160,7 +160,10 @@ def _drain(port: int, num_bytes: int) -> float:
     left = num_bytes // PIECE_BYTES * PIECE_BYTES
     with socket.create_connection(("127.0.0.1", port)) as peer:
         while left > 0:
-            left -= peer.recv_into(buffer)
+            count = peer.recv_into(buffer)
+            if count == 0:
+                raise SystemExit(f"the peer closed with {left} bytes to come")
+            left -= count
     return time.perf_counter() - began
 
 

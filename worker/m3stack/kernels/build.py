@@ -106,8 +106,15 @@ def _compile(compiler: Path, sources: Sequence[str], built: Path, folder: Path) 
         part = folder / (Path(source).stem + ".o")
         command = [str(compiler), *FLAGS, "-c", str(SOURCES / source), "-o", str(part)]
         running.append((command, part, _start(command)))
-    for command, _, process in running:
-        _finish(command, process)
+    try:
+        for command, _, process in running:
+            _finish(command, process)
+    finally:
+        # none outlives the folder that it writes to
+        for _, _, process in running:
+            if process.returncode is None:
+                process.kill()
+                process.communicate()
     parts = [str(part) for _, part, _ in running]
     command = [str(compiler), *FLAGS, "--shared", *parts, "-o", str(built)]
     _finish(command, _start(command))

@@ -124,7 +124,8 @@ def measure_ceilings(*, copy_bytes: int = 4 << 30, matmul_width: int = 8192) -> 
 
 def num_input_sets(bytes_per_call: float) -> int:
     """Input sets needed so that none is still in L2 when its turn comes again."""
-    l2_bytes = torch.cuda.get_device_properties(0).L2_cache_size
+    own = torch.cuda.get_device_properties(torch.cuda.current_device())
+    l2_bytes = own.L2_cache_size
     return max(2, 1 + math.ceil(L2_ROTATIONS * l2_bytes / max(bytes_per_call, 1.0)))
 
 

@@ -200,8 +200,8 @@ class ExpertLibrary:
                 f"expert kernels are built for sm_90a; this device is sm_{capability[0]}"
                 f"{capability[1]} ({torch.cuda.get_device_name()})"
             )
-        processors = torch.cuda.get_device_properties(0).multi_processor_count
-        self._bind(load_library("moe", SOURCES), processors)
+        own = torch.cuda.get_device_properties(torch.cuda.current_device())
+        self._bind(load_library("moe", SOURCES), own.multi_processor_count)
 
     def _bind(self, library: ctypes.CDLL, processors: int) -> None:
         self._library, self.processors = library, processors

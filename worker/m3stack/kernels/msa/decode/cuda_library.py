@@ -132,7 +132,8 @@ class DecodeLibrary:
                 f"{capability[1]} ({torch.cuda.get_device_name()})"
             )
         self._library = load_library("msa_decode", SOURCES)
-        self.num_processors = torch.cuda.get_device_properties(0).multi_processor_count
+        own = torch.cuda.get_device_properties(torch.cuda.current_device())
+        self.num_processors = own.multi_processor_count
         self._declare("m3_score", POINTER(ScoreArgs), c_int, c_int)
         self._declare("m3_score_int8", POINTER(ScoreArgs), c_int, c_int)
         self._declare("m3_select", POINTER(SelectArgs))

@@ -96,7 +96,8 @@ class PrefillLibrary:
                 f"{capability[1]} ({torch.cuda.get_device_name()})"
             )
         self._library = load_library("msa_prefill", SOURCES)
-        self.num_processors = torch.cuda.get_device_properties(0).multi_processor_count
+        own = torch.cuda.get_device_properties(torch.cuda.current_device())
+        self.num_processors = own.multi_processor_count
         self._declare("m3_encode_map", c_void_p, c_void_p, c_int, c_void_p, c_void_p, c_void_p)
         self._declare("m3_prefill_plan", POINTER(ScoreArguments), c_void_p)
         self._declare("m3_prefill_score", POINTER(ScoreArguments), c_void_p, c_void_p)
