@@ -8,7 +8,6 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
 from m3stack.device_metrics import DeviceCounts, DeviceNumbers
 from m3stack.errors import ErrorKind
-from m3stack.log_lines import set_up_logging as set_up_logging
 from m3stack.types import FinishReason, Load
 
 # one bucket edge at least every factor two where users compare numbers

@@ -63,11 +63,12 @@ class FaultyRunner:
         return self._inner.collect(step)
 
     def _enter(self) -> None:
-        if self.steps_left == 0:
-            self.gate.clear()
-        self.steps_left -= 1
         self.entered.set()
         assert self.gate.wait(TIMEOUT_S)
+        self.steps_left -= 1
+        if self.steps_left == 0:
+            # before anybody hears of this step: whoever opens the gate then finds it closed
+            self.gate.clear()
         fault = self.faults.pop(0) if self.faults else None
         if fault is not None:
             raise fault
