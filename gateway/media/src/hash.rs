@@ -11,6 +11,22 @@ pub fn sha256(bytes: &[u8]) -> [u8; 32] {
     Sha256::digest(bytes).into()
 }
 
+/// SHA-256 of bytes that come in pieces.
+#[derive(Clone, Debug, Default)]
+pub struct RunningSha256(Sha256);
+
+impl RunningSha256 {
+    /// The next piece.
+    pub fn add(&mut self, bytes: &[u8]) {
+        self.0.update(bytes);
+    }
+
+    /// The hash of all pieces so far.
+    pub fn value(&self) -> [u8; 32] {
+        self.0.clone().finalize().into()
+    }
+}
+
 /// Names one preprocessed item: its source and `params`, a text that holds every parameter that
 /// changes pixels or their arrangement (target size, chosen frames, kind, decoder revision).
 pub fn media_hash(source_sha256: &[u8; 32], params: &str) -> MediaHash {
@@ -25,7 +41,7 @@ pub fn media_hash(source_sha256: &[u8; 32], params: &str) -> MediaHash {
 
 #[cfg(test)]
 mod tests {
-    use super::{media_hash, sha256};
+    use super::{RunningSha256, media_hash, sha256};
 
     #[test]
     fn sha256_is_the_standard_one() {
@@ -35,6 +51,11 @@ mod tests {
             0xf2, 0x00, 0x15, 0xad,
         ];
         assert_eq!(sha256(b"abc"), expected);
+        let mut running = RunningSha256::default();
+        running.add(b"a");
+        assert_eq!(running.value(), sha256(b"a"));
+        running.add(b"bc");
+        assert_eq!(running.value(), expected);
     }
 
     #[test]

@@ -3,6 +3,8 @@
 
 #![allow(clippy::unwrap_used)]
 
+mod damage;
+
 use std::path::Path;
 
 use gateway_media::decode::{DecodeLimits, decode_image, read_header};
@@ -11,49 +13,13 @@ use gateway_media::picture::{PictureJob, picture_patches};
 use gateway_media::resize::Resizer;
 use gateway_media::{ImageSize, PatchLayout};
 
+use damage::{Noise, damaged};
+
 const LAYOUT: PatchLayout = PatchLayout { patch_size: 14, temporal_patch_size: 2, merge_size: 2 };
 const TARGET: ImageSize = ImageSize { width: 56, height: 28 };
 /// Damage to a header must not make a test of minutes of one of seconds.
 const LIMITS: DecodeLimits = DecodeLimits { max_pixels: 1_000_000 };
 const FEW: u64 = 8;
-
-/// Numbers that look random and are the same everywhere.
-struct Noise(u64);
-
-impl Noise {
-    fn below(&mut self, limit: usize) -> usize {
-        self.0 = self.0.wrapping_add(0x9e37_79b9_7f4a_7c15);
-        let mut mixed = (self.0 ^ (self.0 >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
-        mixed = (mixed ^ (mixed >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
-        ((mixed ^ (mixed >> 31)) % limit.max(1) as u64) as usize
-    }
-}
-
-/// Changes a few bytes, mostly near the beginning, where headers are; or cuts, doubles, moves parts.
-fn damaged(bytes: &[u8], noise: &mut Noise) -> Vec<u8> {
-    let mut out = bytes.to_vec();
-    for _ in 0..=noise.below(4) {
-        let reach = if noise.below(2) == 0 { out.len().min(200) } else { out.len() };
-        let at = noise.below(reach);
-        let length = 1 + noise.below(16).min(out.len().saturating_sub(at + 1));
-        match noise.below(6) {
-            _ if out.is_empty() => return out,
-            0 => out[at] ^= 1 << noise.below(8),
-            1 => out[at] = [0, 0xff, 0x7f, 0x80][noise.below(4)],
-            2 => {
-                let end = (at + length).min(out.len());
-                out[at..end].fill(noise.below(256) as u8);
-            }
-            3 => out.truncate(at),
-            4 => {
-                let part: Vec<u8> = out[at..].iter().take(length).copied().collect();
-                out.splice(at..at, part);
-            }
-            _ => drop(out.drain(at..(at + length).min(out.len()))),
-        }
-    }
-    out
-}
 
 fn check(bytes: &[u8]) -> bool {
     let header = read_header(bytes);

@@ -6,10 +6,11 @@ use std::time::Instant;
 
 use bytes::Bytes;
 use gateway_media::decode::{DecodeLimits, ImageHeader};
-use gateway_media::hash::sha256;
+use gateway_media::hash::{RunningSha256, sha256};
 use gateway_media::patchify::TemporalPatch;
 use gateway_media::picture::{PictureJob, picture_patches};
-use gateway_media::{MediaError, MediaHash, PatchLayout};
+use gateway_media::resize::Resizer;
+use gateway_media::{ImageSize, MediaError, MediaHash, PatchLayout, RgbFrame};
 use tokio::sync::OwnedMutexGuard;
 
 use super::ffmpeg::{ClipProbe, MemoryFile};
@@ -44,6 +45,36 @@ impl Patches {
             upload.push(piece.clone()).await?;
         }
         Ok(upload)
+    }
+}
+
+/// A clip's patch rows as they are made, one temporal patch after the other, and their hash.
+struct Pieces {
+    target: ImageSize,
+    layout: PatchLayout,
+    open: Option<TemporalPatch>,
+    sha256: RunningSha256,
+}
+
+impl Pieces {
+    fn new(target: ImageSize, layout: PatchLayout) -> Self {
+        Self { target, layout, open: None, sha256: RunningSha256::default() }
+    }
+
+    /// Takes in the next frame; gives the rows of the temporal patch that it fills.
+    fn add(&mut self, frame: &RgbFrame, resizer: &Resizer) -> Option<Bytes> {
+        let num_frames = self.layout.temporal_patch_size;
+        let fresh = || TemporalPatch::new(self.target, self.layout, num_frames);
+        let open = self.open.get_or_insert_with(fresh);
+        open.add(frame, resizer);
+        if open.is_full() { self.finish() } else { None }
+    }
+
+    /// The rows of a temporal patch that is not full.
+    fn finish(&mut self) -> Option<Bytes> {
+        let rows = self.open.take()?.finish();
+        self.sha256.add(&rows);
+        Some(Bytes::from(rows))
     }
 }
 
@@ -119,11 +150,11 @@ impl MediaLoader {
     ) -> Result<Patches, GatewayError> {
         let _memory = self.rooms.memory(&item.share, Source::still_memory(header)).await;
         let bytes = self.bytes(data, &item.share).await?;
-        let resizer = self.resizers.get(header.size, item.plan.target);
+        let (resizers, size, target) = (self.resizers.clone(), header.size, item.plan.target);
         let limits = DecodeLimits { max_pixels: self.limits.max_image_pixels };
         let cost = header.size.pixels();
         let work = self.rooms.run(&item.share, cost, move |watch| {
-            let (limits, resizer) = (&limits, &*resizer);
+            let (limits, resizer) = (&limits, &*resizers.get(size, target));
             let is_wanted = &mut || watch.check() != Err(Left);
             let made = picture_patches(&bytes, PictureJob { limits, resizer, layout, is_wanted })?;
             let rows = made.map(|patches| patches.bytes).unwrap_or_default();
@@ -158,6 +189,7 @@ impl MediaLoader {
             }
         };
         let mut kept = is_kept.then(Vec::new);
+        upload = upload.hashed_by_caller();
         self.stream_clip(item, (file, probe), layout, (&mut upload, &mut kept)).await?;
         if let Some((pieces, sha256)) = kept.zip(upload.sha256()) {
             let patches = Patches { pieces: pieces.into(), sha256 };
@@ -185,30 +217,36 @@ impl MediaLoader {
         let resizer = self.resizers.get(probe.info.size, item.plan.target);
         let processes = &item.share.processes;
         let mut stream = self.ffmpeg.frames(file, probe, &item.plan.frames, processes).await?;
-        let (target, num_frames) = (item.plan.target, layout.temporal_patch_size);
-        let mut slice = None;
+        let target = item.plan.target;
+        let mut pieces = Pieces::new(target, layout);
         let mut next = stream.next().await?;
         while let Some(frame) = next {
             let resizer = Arc::clone(&resizer);
-            let mut filling =
-                slice.take().unwrap_or_else(|| TemporalPatch::new(target, layout, num_frames));
             let adding = self.rooms.run(&item.share, pixels, move |_| {
-                filling.add(&frame, &resizer);
-                filling
+                let made = pieces.add(&frame, &resizer);
+                (pieces, made)
             });
             // the child decodes the next frame meanwhile
             let (added, following) = tokio::join!(adding, stream.next());
-            let added = added?;
+            let mut made;
+            (pieces, made) = added?;
             next = following?;
-            if !added.is_full() && next.is_some() {
-                slice = Some(added);
-                continue;
+            if next.is_none() && made.is_none() {
+                let finishing = self.rooms.run(&item.share, pixels, move |_| {
+                    let made = pieces.finish();
+                    (pieces, made)
+                });
+                (pieces, made) = finishing.await?;
             }
-            let patches = Bytes::from(added.finish());
-            if let Some(kept) = kept {
-                kept.push(patches.clone());
+            if next.is_none() {
+                upload.set_sha256(pieces.sha256.value());
             }
-            upload.push(patches).await?;
+            if let Some(patches) = made {
+                if let Some(kept) = kept {
+                    kept.push(patches.clone());
+                }
+                upload.push(patches).await?;
+            }
         }
         Ok(())
     }

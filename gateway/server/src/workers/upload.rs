@@ -68,6 +68,8 @@ pub struct ItemUpload {
 enum Digesting {
     /// Of those sent so far.
     Running(Box<Sha256>),
+    /// Made by whoever makes the patches, and told before the last of them is pushed.
+    Awaited,
     /// Known before they are sent, or since the last was.
     Done([u8; 32]),
 }
@@ -78,10 +80,20 @@ impl ItemUpload {
         Self { digest: Digesting::Done(sha256), ..self }
     }
 
+    /// Leaves the hashing to the caller, who must name the hash before the last patches are pushed.
+    pub fn hashed_by_caller(self) -> Self {
+        Self { digest: Digesting::Awaited, ..self }
+    }
+
+    /// The hash of all patches that were and will be pushed.
+    pub fn set_sha256(&mut self, sha256: [u8; 32]) {
+        self.digest = Digesting::Done(sha256);
+    }
+
     /// The hash of all patches, once it is known.
     pub fn sha256(&self) -> Option<[u8; 32]> {
         match &self.digest {
-            Digesting::Running(_) => None,
+            Digesting::Running(_) | Digesting::Awaited => None,
             Digesting::Done(sha256) => Some(*sha256),
         }
     }
@@ -149,6 +161,7 @@ impl ItemUpload {
         }
         let patches_sha256 = match &self.digest {
             Digesting::Done(sha256) if is_last => Bytes::copy_from_slice(sha256),
+            _ if is_last => return Err(GatewayError::internal("the patches have no hash")),
             _ => Bytes::new(),
         };
         let chunk = proto::MediaChunk { item_index: self.item_index, offset, data, patches_sha256 };
@@ -234,6 +247,24 @@ mod tests {
     }
 
     #[tokio::test]
+    async fn the_callers_hash_goes_out_with_the_last_piece() {
+        let (requests, mut received) = mpsc::channel(4);
+        let mut upload = ChunkSender::new(requests).item(0, 2 * WHOLE_BYTES as u64);
+        upload = upload.hashed_by_caller();
+        upload.push(Bytes::from(vec![1; WHOLE_BYTES])).await.unwrap();
+        upload.set_sha256([7; 32]);
+        upload.push(Bytes::from(vec![2; WHOLE_BYTES])).await.unwrap();
+        upload.finish().unwrap();
+        for expected in [&[][..], &[7; 32][..]] {
+            let body = received.recv().await.and_then(|request| request.body);
+            let Some(proto::generate_request::Body::Chunk(chunk)) = body else {
+                panic!("not a chunk: {body:?}");
+            };
+            assert_eq!(chunk.patches_sha256.as_ref(), expected);
+        }
+    }
+
+    #[tokio::test]
     async fn too_few_and_too_many_bytes_are_our_own_mistake() {
         let (requests, _received) = mpsc::channel(64);
         let sender = ChunkSender::new(requests);
@@ -241,6 +272,10 @@ mod tests {
         let mut short = sender.item(0, 10);
         short.push(Bytes::from_static(b"123")).await.unwrap();
         assert_eq!(short.finish().unwrap_err().kind, ErrorKind::Internal);
+
+        let mut unnamed = sender.item(0, 2).hashed_by_caller();
+        let refused = unnamed.push(Bytes::from_static(b"12")).await.unwrap_err();
+        assert_eq!(refused.kind, ErrorKind::Internal);
 
         let mut long = sender.item(0, 2);
         let refused = long.push(Bytes::from_static(b"123")).await.unwrap_err();
