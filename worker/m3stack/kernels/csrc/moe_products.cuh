@@ -64,6 +64,7 @@ __device__ __forceinline__ void copy_rows(void* to, const CUtensorMap* map, uint
 
 // An arrival at the same barrier of a block of the cluster: what this thread has read may be written over.
 // Not `.release.cluster`, which would wait for all its writes to reach the whole GPU.
+// Nothing is handed over that it wrote, so no write has to be seen: CUTLASS's ClusterBarrier::arrive(cta_id).
 __device__ __forceinline__ void barrier_arrive_at(uint64_t* barrier, uint32_t rank) {
     asm volatile("mbarrier.arrive.shared::cluster.b64 _, [%0];" ::"r"(
                      remote_address(shared_address(barrier), rank))
