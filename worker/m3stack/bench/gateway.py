@@ -198,8 +198,9 @@ def tool_calls(plan: Plan) -> Iterator[Row]:
     with plan.arms(Script(num_tokens, INTERVAL_MS, text)) as arms:
 
         def first_tokens(arm: Arm) -> float:
-            alone = arm.ask_worker(max_tokens=num_tokens, nth_token=first, count=2)
-            seen = arm.ask("streams", [body], visible=SIGN, count=2)
+            # of two, the median would be the later one
+            alone = arm.ask_worker(max_tokens=num_tokens, nth_token=first, count=3)
+            seen = arm.ask("streams", [body], visible=SIGN, count=3)
             return (seen["first_us"]["p50"] - alone["first_us"]["p50"]) / 1e3 / INTERVAL_MS
 
         yield Row(
