@@ -172,29 +172,34 @@ impl Lanes {
             let out = &mut target[first * target_bytes..];
             if first + ROWS <= count && (ROWS - 1) * source_bytes + reach <= rows.len() {
                 // SAFETY: whole vectors can be read for all rows.
-                unsafe { self.narrow_rows::<ROWS, true>(group, rows, out, strides) };
+                let sums = unsafe { self.sums::<ROWS, true>(group, rows, source_bytes) };
+                // one by one: an array that is indexed would be kept in memory all the while
+                let [a, b, c, d, e, f, g, h] = sums;
+                let (upper, lower) = out.split_at_mut(PACKED * target_bytes);
+                group.store(self.packed([a, b, c, d]), upper, target_bytes);
+                group.store(self.packed([e, f, g, h]), lower, target_bytes);
                 first += ROWS;
             } else {
                 // SAFETY: it only reads what is there.
-                unsafe { self.narrow_rows::<1, false>(group, rows, out, strides) };
+                let [sum] = unsafe { self.sums::<1, false>(group, rows, source_bytes) };
+                group.store(self.packed([sum; PACKED]), &mut out[..target_bytes], target_bytes);
                 first += 1;
             }
         }
     }
 
-    /// One group in `N` rows.
+    /// The sums of one group in `N` rows.
     ///
     /// # Safety
     /// If `IS_INSIDE`, every row must have whole vectors of `source` to read.
     #[inline]
     #[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512vbmi,avx512vnni")]
-    unsafe fn narrow_rows<const N: usize, const IS_INSIDE: bool>(
+    unsafe fn sums<const N: usize, const IS_INSIDE: bool>(
         &self,
         group: &Group,
         source: &[u8],
-        target: &mut [u8],
-        [source_bytes, target_bytes]: [usize; 2],
-    ) {
+        source_bytes: usize,
+    ) -> [__m512i; N] {
         let Avx512(()) = self.proof;
         // kept from the compiler, which would make a second instruction of it
         let words_mask = std::hint::black_box(WORDS);
@@ -222,14 +227,7 @@ impl Lanes {
                 places = _mm512_add_epi8(places, _mm512_set1_epi8(STEP as i8));
             }
         }
-        for first in (0..N).step_by(PACKED) {
-            // by value, so that sums never leave their registers
-            let rows = [0, 1, 2, 3].map(|row| sums[(first + row).min(N - 1)]);
-            let out = target[first * target_bytes..].chunks_exact_mut(target_bytes);
-            for (bytes, out) in self.packed(rows).into_iter().zip(out.take(N - first)) {
-                group.store(bytes, out);
-            }
-        }
+        sums
     }
 
     /// The bytes that four rows of sums stand for.
@@ -258,20 +256,22 @@ impl Group {
         (self.steps.len() - 1) / self.steps_per_load * self.steps_per_load * STEP
     }
 
-    /// Puts the bytes of its pixels where they belong in a row of the target.
+    /// Puts the bytes of its pixels where they belong in the rows of the target, four at most.
     #[inline]
     #[target_feature(enable = "avx512f,avx512bw,avx512vl")]
-    fn store(&self, bytes: __m128i, row: &mut [u8]) {
-        let rest = &mut row[self.target..];
-        // the next group of the row writes over what is too much
-        if rest.len() >= SUMS {
-            // SAFETY: the row has sixteen bytes there; the store needs no alignment.
-            unsafe { _mm_storeu_si128(rest.as_mut_ptr().cast(), bytes) };
-        } else {
-            assert!(self.len <= rest.len());
-            let mask = (1_u32 << self.len) - 1;
-            // SAFETY: `rest` has `len` bytes, and no others are written.
-            unsafe { _mm_mask_storeu_epi8(rest.as_mut_ptr().cast(), mask as u16, bytes) };
+    fn store(&self, rows: [__m128i; PACKED], target: &mut [u8], target_bytes: usize) {
+        for (bytes, row) in rows.into_iter().zip(target.chunks_exact_mut(target_bytes)) {
+            let rest = &mut row[self.target..];
+            // the next group of the row writes over what is too much
+            if rest.len() >= SUMS {
+                // SAFETY: the row has sixteen bytes there; the store needs no alignment.
+                unsafe { _mm_storeu_si128(rest.as_mut_ptr().cast(), bytes) };
+            } else {
+                assert!(self.len <= rest.len());
+                let mask = (1_u32 << self.len) - 1;
+                // SAFETY: `rest` has `len` bytes, and no others are written.
+                unsafe { _mm_mask_storeu_epi8(rest.as_mut_ptr().cast(), mask as u16, bytes) };
+            }
         }
     }
 }
