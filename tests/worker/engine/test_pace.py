@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from m3stack.engine.budget import SchedulerLimits, split_budget
-from m3stack.engine.pace import Pace, PaceLimits
+from m3stack.engine.pace import PROBE_UP, Pace, PaceLimits
 from m3stack.engine.plan import Row, StepPlan
 from m3stack.engine.sequence import Sequence
 from m3stack.types import Request
@@ -82,7 +82,7 @@ def test_nothing_is_bounded_before_there_is_something_to_go_by() -> None:
     pace.saw(plan(0, 500), 0.01)
     assert pace.prompt_tokens(8) is None, "a prompt alone says nothing of steps beside decode"
     pace.saw(plan(8), 0.01)
-    assert pace.prompt_tokens(8) == 3 * LIMITS.min_tokens, "the first step is a small one"
+    assert pace.prompt_tokens(8) == LIMITS.min_tokens, "the first step is a small one"
     pace.saw(plan(8, 500), 1.0)
     assert pace.prompt_tokens(8) == LIMITS.min_tokens
 
@@ -93,7 +93,7 @@ def test_steps_of_no_duration_and_prompts_that_cost_nothing_are_survived() -> No
         pace.saw(plan(8), 0.01)
         pace.saw(plan(8, 300), 0.0)
         pace.saw(plan(8, 300), 0.005)
-    assert pace.prompt_tokens(8) == 600, "twice what was seen"
+    assert pace.prompt_tokens(8) == 1200, "four times what was seen"
 
 
 def test_a_paced_step_still_gives_everyone_the_next_token() -> None:
@@ -144,7 +144,7 @@ class Gpu:
     def most_ms(self, prefix_tokens: int, limits: PaceLimits, slowdown: float) -> float:
         """Of a step that keeps to the slowdown, or gives the prompt its share and no more."""
         share = self.base_ms(prefix_tokens) / (1 - limits.prompt_share)
-        least = self.mean_ms(limits.min_tokens, prefix_tokens)
+        least = self.mean_ms(int(PROBE_UP * limits.min_tokens), prefix_tokens)
         return max(slowdown * self.plain_ms, share, least)
 
 

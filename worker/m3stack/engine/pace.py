@@ -4,7 +4,7 @@ A prompt's tokens lengthen everyone's wait. How much, is learnt from steps as th
 n prompt tokens takes about what one without takes, and `fixed + slope * n` more, both taken from
 the latest such steps by medians, so that one slow step changes little. Behind a long prefix tokens
 cost more: prefixes of about one length are learnt from together. Nothing is taken for granted that
-was not seen: the first steps are small, and none holds more than twice the tokens of any before.
+was not seen: the first steps are small, and none holds many times the tokens of any before.
 Torch-free, and without a clock: durations are told.
 """
 
@@ -20,14 +20,14 @@ WINDOW = 10
 """Steps that are looked back at."""
 PREFIX_TOKENS = 131_072
 """Prefixes up to that length are alike, behind it those of every doubling."""
-FIRST_STEPS = 3
-"""Of the least tokens a step may hold, how many times that the first steps hold."""
 PROBE, PROBE_STEPS, FIRST_PROBE_STEPS = 0.6, 24, 3
 """One step in so many holds this share of the tokens, so that there is a slope to be seen; the
 last is for as long as none was."""
+PROBE_UP = 1.5
+"""Or that many times the floor, where steps are at it and no slope is known."""
 APART = 0.8
 """Steps of less than that share of the usual tokens say what the slope is."""
-MOST_GROWTH = 2
+MOST_GROWTH = 4
 """A step holds no more than so many times the tokens of the largest one that was seen."""
 
 
@@ -144,7 +144,7 @@ class Pace:
             return None
         limits, length = self._limits, _length(prefix_tokens)
         if not self._seen:
-            return FIRST_STEPS * limits.min_tokens
+            return limits.min_tokens
         nearest = min(self._seen, key=lambda known: (abs(known - length), -known))
         seen = self._seen[nearest]
         cost = self._fit(seen)
@@ -158,7 +158,9 @@ class Pace:
             tokens /= 2 ** (length - nearest)
         self._num_asked += 1
         if self._num_asked % (PROBE_STEPS if seen.slope else FIRST_PROBE_STEPS) == 0:
-            tokens *= PROBE
+            # at the floor there is but one way to go
+            is_least = seen.slope is None and tokens <= limits.min_tokens
+            tokens = limits.min_tokens * PROBE_UP if is_least else tokens * PROBE
         return max(limits.min_tokens, int(tokens))
 
     def _plain(self, num_decoding: int) -> float | None:
