@@ -117,6 +117,7 @@ def test_leaving_the_loop_cancels_the_request() -> None:
             subject.runner.steps_left = 3
             await blocking(subject, first_token)
             await subject.until(lambda: subject.sessions.num_open == 0)
+            subject.runner.steps_left = 0
             subject.runner.gate.set()
             await subject.until(lambda: subject.engine.load.used_pages == 0)
             assert subject.engine.load.steps <= 4

@@ -409,6 +409,7 @@ def test_cancelled_call_frees_its_pages_at_the_next_step() -> None:
             await events.aclose()
             # the worker has noticed, while the fourth step at most waits to begin
             await subject.until(lambda: subject.sessions.num_open == 0)
+            subject.runner.steps_left = 0
             subject.runner.gate.set()
             await subject.until(lambda: subject.engine.load.used_pages == 0)
             assert subject.engine.load.steps <= 4

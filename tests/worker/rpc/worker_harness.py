@@ -66,7 +66,7 @@ class GatedRunner(ModelRunner):
     Attributes:
         gate: steps begin while it is set.
         entered: set once a step is about to begin.
-        steps_left: steps after which the gate closes by itself; none if negative.
+        steps_left: steps after which the gate closes by itself; none if not above 0.
     """
 
     gate: threading.Event
@@ -74,11 +74,12 @@ class GatedRunner(ModelRunner):
     steps_left: int
 
     def execute(self, plan: StepPlan) -> StepResult:
-        if self.steps_left == 0:
-            self.gate.clear()
-        self.steps_left -= 1
         self.entered.set()
         assert self.gate.wait(TIMEOUT_S)
+        if self.steps_left > 0:
+            self.steps_left -= 1
+            if not self.steps_left:
+                self.gate.clear()
         return super().execute(plan)
 
 
