@@ -46,17 +46,60 @@ const SCHEMA: &str = r##"{"type":"object","properties":{"s":{"type":"string"},
     "n":{"type":["integer","string"]},"l":{"type":"array","items":{"$ref":"#"}},"o":{"$ref":"#"},
     "u":{"anyOf":[{"type":"string"},{"type":"array"},{"type":"object"}]}}}"##;
 
-static SPEC: LazyLock<Arc<dyn ModelSpec>> = LazyLock::new(|| {
+/// The same in the older dialect, whose template writes plain tags.
+const OLD_PIECES: [&str; 32] = [
+    "<minimax:tool_call>",
+    "</minimax:tool_call>",
+    "<invoke name=\"f\">",
+    "</invoke>",
+    "<parameter name=\"s\">",
+    "<parameter name=\"n\">",
+    "<parameter name=\"l\">",
+    "<parameter name=\"o\">",
+    "<parameter name=\"u\">",
+    "</parameter>",
+    "<think>",
+    "</think>",
+    "<invoke name=\"g\">",
+    "<invoke ",
+    "<parameter ",
+    "name=\"",
+    "\">",
+    "<minimax:",
+    "</mini",
+    "</para",
+    "<invo",
+    "</",
+    "\n",
+    " ",
+    "{\"k\":",
+    "[1,",
+    "null",
+    "12",
+    "]",
+    "}",
+    "é",
+    "🙂",
+];
+
+/// The built-in checkpoint's model, and the same as if its template wrote the older dialect.
+static SPECS: LazyLock<[Arc<dyn ModelSpec>; 2]> = LazyLock::new(|| {
     let folder = concat!(env!("CARGO_MANIFEST_DIR"), "/../../worker/m3stack/checkpoints/tiny");
-    let files = ModelFiles::read(Path::new(folder)).expect("the built-in checkpoint");
-    model::load(&files).expect("the built-in checkpoint")
+    let mut files = ModelFiles::read(Path::new(folder)).expect("the built-in checkpoint");
+    let new = model::load(&files).expect("the built-in checkpoint");
+    files.chat_template = OLD_PIECES[0].to_owned();
+    [new, model::load(&files).expect("the built-in checkpoint")]
 });
 
 /// Thinking, answer, and name, arguments and completeness of every call.
 type Reply = (String, String, Vec<(String, String, bool)>);
 
-fn read(options: &OutputOptions, chunks: &[&str]) -> (Reply, Vec<(TextClass, usize)>) {
-    let mut parser = SPEC.output_parser(options);
+fn read(
+    spec: &dyn ModelSpec,
+    options: &OutputOptions,
+    chunks: &[&str],
+) -> (Reply, Vec<(TextClass, usize)>) {
+    let mut parser = spec.output_parser(options);
     let mut events = Vec::new();
     for chunk in chunks {
         parser.push(chunk, &mut events);
@@ -85,10 +128,12 @@ fn read(options: &OutputOptions, chunks: &[&str]) -> (Reply, Vec<(TextClass, usi
 /// Reads what the bytes stand for, whole and in pieces.
 pub fn check(data: &[u8]) {
     let [mode, cut, rest @ ..] = data else { return };
+    let dialect = usize::from(*mode / 3 % 2);
+    let (spec, pieces) = (&*SPECS[dialect], [PIECES, OLD_PIECES][dialect]);
     let mut raw = String::new();
     for chunk in rest.chunk_by(|one, other| (*one < 32) == (*other < 32)) {
         match chunk[0] {
-            0..32 => raw.extend(chunk.iter().map(|byte| PIECES[usize::from(*byte)])),
+            0..32 => raw.extend(chunk.iter().map(|byte| pieces[usize::from(*byte)])),
             _ => raw.push_str(&String::from_utf8_lossy(chunk)),
         }
     }
@@ -104,8 +149,8 @@ pub fn check(data: &[u8]) {
     let places: Vec<usize> = raw.char_indices().map(|(at, _)| at).step_by(step).collect();
     let ends = places.iter().skip(1).copied().chain([raw.len()]);
     let chunks: Vec<&str> = places.iter().zip(ends).map(|(from, to)| &raw[*from..to]).collect();
-    let whole = read(&options, &[&raw]);
-    assert_eq!(whole, read(&options, &chunks));
+    let whole = read(spec, &options, &[&raw]);
+    assert_eq!(whole, read(spec, &options, &chunks));
     assert_eq!(whole.1.iter().map(|(_, bytes)| bytes).sum::<usize>(), raw.len());
     for (_, arguments, is_complete) in &whole.0.2 {
         assert!(!is_complete || Json::parse(arguments.as_bytes()).is_ok(), "{arguments}");
