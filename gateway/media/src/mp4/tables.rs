@@ -10,8 +10,8 @@ const SIZES_HEAD: usize = 12;
 /// Most samples: 4 hours at 60 a second are fewer.
 const MAX_SAMPLES: usize = 1 << 20;
 
-/// All samples in decoding order, and the ticks that all of them take; `None` where tables contradict each other or the file's length,
-/// or where two samples are shown at once.
+/// All samples in decoding order, and the ticks that all of them take; `None` where tables
+/// contradict each other or the file's length, or where two samples are shown at once.
 ///
 /// Source: ISO/IEC 14496-12, 8.6 and 8.7.
 pub(super) fn samples(table: &[Piece<'_>], file_bytes: u64) -> Option<(Vec<Sample>, i64)> {
@@ -60,7 +60,11 @@ fn sizes(table: &[u8], file_bytes: u64) -> Option<Vec<u32>> {
     }
     let sizes: Option<Vec<u32>> =
         entries::<4>(table, SIZES_HEAD)?.map(|entry| u32_at(entry, 0)).collect();
-    sizes.filter(|sizes| sizes.iter().all(|size| *size > 0))
+    // samples that share bytes would make a short file long
+    sizes.filter(|sizes| {
+        let sum: u64 = sizes.iter().map(|size| u64::from(*size)).sum();
+        sizes.iter().all(|size| *size > 0) && sum <= file_bytes
+    })
 }
 
 /// Runs of one value: its count and the value.
