@@ -3,7 +3,7 @@
 
 use std::sync::Arc;
 
-use gateway_core::routing::{Division, Stage};
+use gateway_core::routing::{Demand, Division, Stage};
 
 use crate::app::App;
 use crate::error::{ErrorKind, GatewayError};
@@ -75,7 +75,7 @@ impl Stages<'_> {
             let (source, id) = (lease.source(), lease.id);
             let mut events = self.call(lease, stage, sources);
             let ended = tokio::select! {
-                ended = to_end(&mut events) => ended,
+                ended = self.to_end(&mut events, &demand) => ended,
                 // whoever answers could do it meanwhile
                 () = self.app.workers.until_stalled(id) => Err(GatewayError::new(
                     ErrorKind::WorkerUnavailable,
@@ -120,18 +120,27 @@ impl Stages<'_> {
         };
         WorkerEvents::new(lease, call)
     }
-}
 
-async fn to_end(events: &mut WorkerEvents) -> Result<WorkerUsage, GatewayError> {
-    loop {
-        match events.next().await? {
-            Some(WorkerEvent::Finished { usage, .. }) => {
-                events.settle();
-                return Ok(usage);
+    /// Follows a call to its end, or leaves a silent worker whose part another could do.
+    async fn to_end(
+        &self,
+        events: &mut WorkerEvents,
+        demand: &Demand,
+    ) -> Result<WorkerUsage, GatewayError> {
+        loop {
+            match events.next().await? {
+                Some(WorkerEvent::Finished { usage, .. }) => {
+                    events.settle();
+                    return Ok(usage);
+                }
+                Some(WorkerEvent::Silent) => {
+                    if self.app.workers.has_another(demand, events.lease()) {
+                        return Err(silent());
+                    }
+                }
+                Some(_) => {}
+                None => return Err(GatewayError::internal("the worker's events ended twice")),
             }
-            Some(WorkerEvent::Silent) => return Err(silent()),
-            Some(_) => {}
-            None => return Err(GatewayError::internal("the worker's events ended twice")),
         }
     }
 }

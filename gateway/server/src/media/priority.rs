@@ -2,8 +2,8 @@
 
 #![allow(unsafe_code)]
 
-/// Where pixel threads and FFmpeg's processes stand: about a ninth of what others get where they
-/// compete, and all of what others leave.
+/// How far pixel threads and FFmpeg's processes stand behind the gateway's other threads: about a
+/// ninth of what those get where they compete, and all of what they leave.
 const NICENESS: libc::c_int = 10;
 
 /// Gives the calling thread, and what it becomes, the low priority of media work. A system that
@@ -11,6 +11,6 @@ const NICENESS: libc::c_int = 10;
 ///
 /// It can be called between fork and exec.
 pub(super) fn lower() {
-    // SAFETY: a plain system call about the calling thread.
-    unsafe { libc::setpriority(libc::PRIO_PROCESS, 0, NICENESS) };
+    // SAFETY: plain system calls about the calling thread.
+    unsafe { libc::nice(NICENESS) };
 }

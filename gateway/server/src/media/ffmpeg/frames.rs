@@ -14,7 +14,7 @@ use super::select;
 use super::tables::{ClipExcerpt, Tables, Wanted};
 use super::{ClipProbe, FORMATS, Ffmpeg, START_PIXELS, rejected, strings, too_slow};
 use crate::error::GatewayError;
-use crate::media::fair::Flow;
+use crate::media::fair::{Flow, Place};
 
 /// Conversion to RGB that gives the same bytes on every processor.
 const EXACT: &str = "bicubic+accurate_rnd+full_chroma_int+bitexact";
@@ -67,12 +67,14 @@ impl<'a> FrameStream<'a> {
                 // its place first: the next child may need it
                 self.running = None;
                 let Some(segment) = self.segments.pop_front() else { break };
+                // before a copy of its samples is made: what waits holds none
+                let place = self.job.enter(&segment).await;
                 let excerpt = self.excerpt(&segment).await?;
                 if excerpt.is_none() && segment.way == Way::Excerpt {
                     self.decode_the_rest("an excerpt cannot be written");
                     continue;
                 }
-                self.running = Some(self.job.start(segment, excerpt).await?);
+                self.running = Some(self.job.start(segment, excerpt, place)?);
             }
             let Some(run) = &mut self.running else { break };
             let size = self.job.probe.info.size;
@@ -148,18 +150,22 @@ impl<'a> FrameStream<'a> {
 }
 
 impl Job<'_> {
-    async fn start(
+    async fn enter(&self, segment: &Segment) -> Place {
+        let cost = START_PIXELS + segment.decoded.saturating_mul(self.probe.coded.pixels());
+        self.ffmpeg.enter(self.flow, cost).await
+    }
+
+    fn start(
         &self,
         segment: Segment,
         excerpt: Option<ClipExcerpt>,
+        place: Place,
     ) -> Result<Running, GatewayError> {
         let program = &self.ffmpeg.programs()?.ffmpeg;
         let input = excerpt.as_ref().map_or(self.clip, |excerpt| &excerpt.file);
         let stamps = self.stamps(&segment, excerpt.as_ref());
         let arguments = self.arguments(&segment, input, stamps.as_deref());
-        let cost = START_PIXELS + segment.decoded.saturating_mul(self.probe.coded.pixels());
-        let turn = (self.flow, cost);
-        let mut child = self.ffmpeg.start(program, &arguments, Some(input), turn).await?;
+        let mut child = self.ffmpeg.start(program, &arguments, Some(input), place)?;
         let output = child
             .take_output()
             .ok_or_else(|| GatewayError::internal("the child's output was already taken"))?;

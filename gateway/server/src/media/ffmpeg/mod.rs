@@ -24,7 +24,7 @@ pub use confine::MemoryFile;
 pub use frames::FrameStream;
 pub use probe::ClipProbe;
 
-use super::fair::{FairQueue, Flow};
+use super::fair::{FairQueue, Flow, Place};
 use crate::error::{ErrorKind, GatewayError};
 use crate::telemetry::Metrics;
 
@@ -177,7 +177,8 @@ impl Ffmpeg {
             "compact",
             &clip.path_in_child(),
         ]);
-        let mut child = self.start(&programs.ffprobe, &arguments, Some(clip), turn).await?;
+        let place = self.enter(turn.0, turn.1).await;
+        let mut child = self.start(&programs.ffprobe, &arguments, Some(clip), place)?;
         let output = self.collect(&mut child).await?;
         if output.is_empty() {
             let reason = child.messages();
@@ -208,14 +209,18 @@ impl Ffmpeg {
         }
     }
 
-    async fn start(
+    /// The place of one child, once it is this request's turn.
+    async fn enter(&self, flow: &Flow, cost: u64) -> Place {
+        self.places.enter(flow, 1, cost).await
+    }
+
+    fn start(
         &self,
         program: &Path,
         arguments: &[String],
         input: Option<&MemoryFile>,
-        (flow, cost): (&Flow, u64),
+        place: Place,
     ) -> Result<Confined, GatewayError> {
-        let place = self.places.enter(flow, 1, cost).await;
         let launch =
             Launch { program, arguments, input, cpu_time: self.limits.timeout * CPU_PER_WALL };
         Confined::start(&launch, place, &self.metrics).map_err(|error| {
@@ -229,8 +234,8 @@ impl Ffmpeg {
 
     /// Whether this FFmpeg knows `-fps_mode` (5.1 and later; `-vsync` left with 8).
     async fn read_version(&self, ffmpeg: &Path, flow: &Flow) -> Result<bool, GatewayError> {
-        let mut child =
-            self.start(ffmpeg, &strings(&["-version"]), None, (flow, START_PIXELS)).await?;
+        let place = self.enter(flow, START_PIXELS).await;
+        let mut child = self.start(ffmpeg, &strings(&["-version"]), None, place)?;
         let output = self.collect(&mut child).await?;
         Ok(knows_fps_mode(&String::from_utf8_lossy(&output)))
     }
