@@ -8,16 +8,20 @@ import os
 import signal
 import subprocess
 import sys
+import threading
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
 import psutil
 import pytest
 
+from m3stack.config import WorkerConfig
 from m3stack.engine.leader import LeaderRunner
 from m3stack.engine.plan import StepPlan, StepResult
 from m3stack.engine.runner import Runner
 from m3stack.errors import ErrorKind, StartupError, WorkerError
 from m3stack.group import RankGroup, RankLostError
+from m3stack.local_ranks import Joined, LocalRanks, Setup, StorePlace
 from m3stack.serve import EXIT_DRAINED, EXIT_FAILED, run_worker
 from m3stack.types import Request, Started, WorkerState
 from tests.parity import golden
@@ -131,6 +135,29 @@ def test_a_dead_rank_ends_the_worker_with_its_name(
     logging.getLogger("m3stack.group").removeHandler(caplog.handler)
     assert "rank 1 ended with exit code -9" in caplog.text
     assert not multiprocessing.active_children()
+
+
+def test_all_who_ask_at_once_are_told_how_a_rank_ended() -> None:
+    ranks = LocalRanks(config(), range(1, 2), StorePlace("127.0.0.1", 1), build=_no_runner)
+    (follower,) = multiprocessing.active_children()
+    assert follower.pid is not None
+    answers: list[str | None] = []
+
+    def ask() -> None:
+        answers.append(ranks.ended(60.0))
+
+    askers = [threading.Thread(target=ask) for _ in range(16)]
+    for asker in askers:
+        asker.start()
+    os.kill(follower.pid, signal.SIGKILL)
+    for asker in askers:
+        asker.join()
+    ranks.stop(0.0)
+    assert answers == ["rank 1 ended with exit code -9"] * 16
+
+
+def _no_runner(_config: WorkerConfig, _joined: Joined, _setup: Callable[[], Setup]) -> Runner:
+    raise AssertionError("it is killed before it joins")
 
 
 def test_followers_end_when_the_leader_is_gone() -> None:

@@ -74,7 +74,7 @@ class StorePlace:
 
 
 class LocalRanks:
-    """Ranks in processes of their own; belongs to one thread, but for `sentinels`.
+    """Ranks in processes of their own; belongs to one thread, but for `sentinels` and `ended`.
 
     Args:
         config: of the worker.
@@ -94,6 +94,8 @@ class LocalRanks:
         self._ranks = ranks
         self._processes: list[BaseProcess] = []
         self.connections: list[Connection] = []
+        # a process is waited for by one thread at a time: to a second one its exit code is unknown
+        self._reaping = threading.Lock()
         for rank in ranks:
             ours, theirs = context.Pipe()
             process = context.Process(
@@ -133,14 +135,15 @@ class LocalRanks:
             connection.send_bytes(data)
 
     def ended(self, timeout_s: float) -> str | None:
-        """Which rank has ended, if one has or does within a time."""
+        """Which rank has ended, if one has or does within a time; any thread may ask."""
         if not self.sentinels:
             return None
         done = wait(self.sentinels, timeout=timeout_s)
         for rank, process in zip(self._ranks, self._processes, strict=True):
             if process.sentinel in done:
-                process.join()
-                return f"rank {rank} ended with exit code {process.exitcode}"
+                with self._reaping:
+                    process.join()
+                    return f"rank {rank} ended with exit code {process.exitcode}"
         return None
 
     def stop(self, grace_s: float) -> None:
