@@ -6,6 +6,7 @@ import os
 import re
 import signal
 import socket
+import struct
 import subprocess
 import sys
 import time
@@ -326,3 +327,14 @@ def test_a_host_without_the_key_and_what_is_no_host_is_turned_away(door: Door) -
         while stranger.recv(4096):
             pass
     assert door.knock(own, b"of three hosts")[0] is Kind.WELCOME
+
+
+def test_whoever_is_gone_before_being_let_in_is_no_trouble() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        # as a probe of a load balancer does: a reset right behind the connection
+        with socket.create_connection(server.getsockname()) as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        sock, _ = server.accept()
+        with pytest.raises(LinkLostError, match="is gone"):
+            Link(sock, silence_s=10)
+        assert sock.fileno() == -1

@@ -113,7 +113,8 @@ def assemble(
     except BaseException as error:
         if group is not None:
             # a stop that was asked for is no failure of the others
-            group.stop(str(error) if isinstance(error, StartupError) else "")
+            is_asked_for = isinstance(error, LoadingStoppedError | KeyboardInterrupt)
+            group.stop("" if is_asked_for else str(error) or type(error).__name__)
         raise
 
 

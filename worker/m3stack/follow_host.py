@@ -214,16 +214,11 @@ def _join(config: WorkerConfig, signals: _Signals) -> tuple[Link, int]:
             trouble = error.strerror or str(error)
         else:
             sock.settimeout(None)
-            link = Link(sock, silence_s=config.host_silence_s)
             try:
-                return link, _introduce(link, key, said)
+                return _introduced(Link(sock, silence_s=config.host_silence_s), key, said)
             except LinkLostError as error:
                 # a leader that is about to end, or whose port another program has
                 trouble = str(error)
-                link.close()
-            except StartupError:
-                link.close()
-                raise
         now = time.monotonic()
         if now - began_at > JOIN_S:
             raise StartupError(
@@ -239,8 +234,16 @@ def _join(config: WorkerConfig, signals: _Signals) -> tuple[Link, int]:
                 raise _StoppedError
 
 
+def _introduced(link: Link, key: bytes, said: bytes) -> tuple[Link, int]:
+    """The link and the port of the store, once it is said who this host is; else it is closed."""
+    try:
+        return link, _introduce(link, key, said)
+    except (LinkLostError, StartupError):
+        link.close()
+        raise
+
+
 def _introduce(link: Link, key: bytes, said: bytes) -> int:
-    """Says who this host is; returns the port of the store."""
     link.authenticate(key, is_leader=False)
     link.send(Kind.HELLO, said)
     kind, data = link.receive(MAX_GREETING_BYTES)

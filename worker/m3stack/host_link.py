@@ -50,18 +50,25 @@ class Link:
         sock: connected; belongs to the link from now on.
         silence_s: longest time without a message, after which the other end counts as lost, and
             longest time for it to take one.
+
+    Raises:
+        LinkLostError: the other end has gone again already; the socket is closed.
     """
 
     def __init__(self, sock: socket.socket, *, silence_s: float) -> None:
-        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self._sock = sock
         self._silence_s = silence_s
+        try:
+            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            # a socket of both families writes the addresses of one in the form of the other
+            self.own_host: str = sock.getsockname()[0].removeprefix("::ffff:")
+            self.peer_host: str = sock.getpeername()[0].removeprefix("::ffff:")
+        except OSError as error:
+            sock.close()
+            raise LinkLostError("is gone") from error
         self._connection = Connection(os.dup(sock.fileno()))
         self._lock = threading.Lock()
         self._closed = threading.Event()
-        # a socket of both families writes the addresses of one in the form of the other
-        self.own_host: str = sock.getsockname()[0].removeprefix("::ffff:")
-        self.peer_host: str = sock.getpeername()[0].removeprefix("::ffff:")
 
     def authenticate(self, key: bytes, *, is_leader: bool) -> None:
         """Each end shows the other that it knows the key, which itself does not travel.

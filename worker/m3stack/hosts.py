@@ -68,6 +68,8 @@ class Hosts:
         self._config = config
         self._welcome = json.dumps({"store_port": store_port}).encode()
         self._key = read_key(config.host_key_file)
+        # read once: a slow disk would keep those that join waiting
+        self._own = json.loads(greeting(config))
         self._links: dict[int, Link] = {}
         self._up: dict[int, threading.Event] = {}
         self._loss: str | None = None
@@ -161,7 +163,11 @@ class Hosts:
     def _greet(self, sock: socket.socket) -> None:
         """Lets one that has connected join, or turns it away."""
         sock.settimeout(None)
-        link = Link(sock, silence_s=self._config.host_silence_s)
+        try:
+            link = Link(sock, silence_s=self._config.host_silence_s)
+        except LinkLostError:
+            # a probe that looks whether the port is open
+            return
         try:
             link.authenticate(self._key, is_leader=True)
             kind, data = link.receive(MAX_GREETING_BYTES)
@@ -197,7 +203,7 @@ class Hosts:
             return index, f"host_index is {index}, expected 1 to {self._config.hosts - 1}"
         if index in self._links:
             return index, f"host_index is {index}, which another host has"
-        own = json.loads(greeting(self._config))
+        own = self._own
         if version != own["version"]:
             return index, f"it runs version {version}, the leader {own['version']}"
         for name, value in own["settings"].items():

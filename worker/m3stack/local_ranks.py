@@ -30,6 +30,8 @@ _log = logging.getLogger(__name__)
 
 # longest that one rank may be behind another
 BEHIND_S = 60.0
+# longest from one rank's start to the last one's: hosts come up one by one
+BEGIN_S, BEGIN = 3600.0, "begin"
 EXIT_FAILED = 1
 # what a rank says once its process runs, and once its part of the model is ready
 UP, READY = b"up", b"ready"
@@ -217,6 +219,11 @@ def store_at(place: StorePlace, size: int, *, is_leader: bool) -> Any:
 def join_ranks(config: WorkerConfig, store: Any, *, rank: int) -> Joined:
     """This rank's end of the groups of all ranks; waits for the others."""
     size, timeout = config.tensor_parallel, timedelta(seconds=BEHIND_S)
+    # the leader joins last, when all are there: nobody's patience begins before
+    if rank == 0:
+        store.set(BEGIN, b"")
+    else:
+        store.wait([BEGIN], timedelta(seconds=BEGIN_S))
     dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=timeout)
     control = dist.group.WORLD
     assert control is not None

@@ -200,7 +200,8 @@ class _Worker:
             if assembly.group is not None:
                 failed = self._engine_ended
                 failure = failed.result() if failed is not None and failed.done() else None
-                await asyncio.to_thread(assembly.group.stop, str(failure or ""))
+                reason = "" if failure is None else str(failure) or type(failure).__name__
+                await asyncio.to_thread(assembly.group.stop, reason)
             # the last events are on their way to the calls through this loop
             await asyncio.sleep(0)
             try:

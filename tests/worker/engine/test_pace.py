@@ -214,3 +214,11 @@ def test_a_prompt_behind_a_longer_prefix_begins_with_care() -> None:
     far = pace.prompt_tokens(64, prefix_tokens=900_000)
     assert far is not None
     assert far < near / 2
+
+
+def test_tokens_that_get_dear_and_cheap_again_are_learnt_both_times() -> None:
+    pace = Pace(LIMITS)
+    cheap = settle(pace, Machine(14, 0.5, 12))[20:]
+    settle(pace, Machine(14, 0.5, 48), steps=6)
+    again = settle(pace, Machine(14, 0.5, 12))[30:]
+    assert sum(again) > 0.8 * sum(cheap) * len(again) / len(cheap)

@@ -69,17 +69,28 @@ class _Seen:
         usual: the latest ones.
         apart: the latest ones of far fewer tokens; they are rare, and kept longer for it.
         slope: seconds a token, of the last fit that could tell.
+        apart_in_a_row: steps of far fewer tokens since the last usual one.
     """
 
     usual: deque[_Mixed] = field(default_factory=deque[_Mixed])
     apart: deque[_Mixed] = field(default_factory=lambda: deque[_Mixed](maxlen=WINDOW // 2))
     slope: float | None = None
+    apart_in_a_row: int = 0
 
     def add(self, step: _Mixed) -> None:
         is_apart = self.usual and step.prompt_tokens < APART * self._usual_tokens()
         if is_apart and len(self.apart) < len(self.usual):
             self.apart.append(step)
+            self.apart_in_a_row += 1
+            if self.apart_in_a_row == WINDOW // 2:
+                # no longer rare: this is what steps are now
+                self.usual.extend(self.apart)
+                self.apart.clear()
+                self.apart_in_a_row = 0
+                while len(self.usual) > WINDOW:
+                    self.usual.popleft()
             return
+        self.apart_in_a_row = 0
         self.usual.append(step)
         if len(self.usual) > WINDOW:
             oldest = self.usual.popleft()

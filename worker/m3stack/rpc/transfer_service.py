@@ -87,13 +87,17 @@ class TransferService(pb_grpc.TransferServiceServicer):
                     await context.write(pb.FetchResponse(piece=piece))
 
     async def _take_place(self, context: Call) -> None:
-        while True:
-            try:
-                async with asyncio.timeout(self._sign_s):
-                    await self._places.acquire()
-                    return
-            except TimeoutError:
+        # one waiter from begin to end: who came first is served first
+        task = asyncio.ensure_future(self._places.acquire())
+        try:
+            while not (await asyncio.wait({task}, timeout=self._sign_s))[0]:
                 await context.write(_BUSY)
+        except BaseException:
+            task.cancel()
+            await asyncio.wait({task})
+            if not task.cancelled():
+                self._places.release()
+            raise
 
     async def _meanwhile(self, work: Awaitable[Answer], context: Call) -> Answer:
         """What comes of some work; says that this end is alive until it does."""
