@@ -67,6 +67,7 @@ def wait_for_figure(gateway: Server, name: str) -> None:
     deadline = time.monotonic() + START_TIMEOUT_S
     while (found := figure(gateway, name)) < 2:
         assert time.monotonic() < deadline, f"{name} is {found}"
+        # a page of figures tells no one when it changes: it is read again
         time.sleep(0.05)
 
 

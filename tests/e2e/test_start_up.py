@@ -112,6 +112,7 @@ def test_a_worker_with_another_model_is_refused_by_name(stack: Stack, tmp_path: 
     deadline = time.monotonic() + START_TIMEOUT_S
     while not (ready := httpx.get(f"{gateway.url}/ready", timeout=60).json())["workers"]["refused"]:
         assert time.monotonic() < deadline, ready
+        # /ready tells no one when it changes: it is asked again
         time.sleep(0.1)
     assert ready["workers"]["refused"] == 1
     assert worker.address in str(ready["missing"])
