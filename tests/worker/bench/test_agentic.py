@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -69,6 +72,7 @@ def test_the_toy_run_answers_everything_and_reports_it(
     assert full["output_tokens"] == anew["output_tokens"]
     assert full["cached_share"] > 0.3
     assert anew["cached_share"] == 0
+    assert [row["compiled"] for row in rows] == [0, 0]
     assert all(row["itl_p99_ms"] > 0 < row["ttft_p50_ms"] for row in rows)
     assert "no_prefix_cache" in file.with_suffix(".md").read_text()
     assert file.with_suffix(".svg").read_text().count("polyline") == 2
@@ -94,7 +98,11 @@ def test_the_other_parts_measure_on_a_toy_and_write_what_they_found(tmp_path: Pa
     assert tiered["host_bytes"] > 0 < tiered["hit_share"] <= 1
     assert [row["concurrency"] for row in found["full_cache"]] == [1, 2, 4]
     assert max(row["of_peak"] for row in found["full_cache"]) == 1
-    assert [row["before"] for row in found["beside"]] == [0, 256]
+    reaches = [(row["first"], row["end"]) for row in found["beside"]]
+    assert reaches == [(0, 1024), (0, 512), (512, 1024)]
+    whole, *halves = found["beside"]
+    assert whole["gaps"] >= sum(row["gaps"] for row in halves) > 10
+    assert whole["beside_max_ms"] >= whole["beside_p99_ms"]
     for row in found["beside"]:
         assert row["solo_tokens_per_s"] > 0 < row["beside_tokens_per_s"]
         assert row["idle_p50_ms"] <= row["idle_p99_ms"]
@@ -129,3 +137,33 @@ def test_kernels_are_told_apart_by_their_names() -> None:
     }
     assert "| dense | 18 (22%) |" in shares_report.text(found, "shares.svg")
     assert shares_report.picture(found).count("us</text>") == 2
+
+
+COMPILE_TWICE = """
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from m3stack.bench.agentic.compiled import counted
+from m3stack.bench.agentic.decoded_with_triton import _decode_kernel
+
+types = {"elements": "*fp8e4nv", "scales": "*u8", "out": "*bf16", "num_values": "i32"}
+constants = {"GROUP": 32, "VALUES": 1024}
+source = ASTSource(_decode_kernel, {**types, **dict.fromkeys(constants, "constexpr")}, constants)
+for _ in range(2):
+    with counted() as compiled:
+        triton.compile(source, target=GPUTarget("cuda", 90, 32))
+    print(compiled.kernels)
+assert triton.knobs.compilation.listener is None
+"""
+
+
+def test_only_what_is_compiled_anew_counts(tmp_path: Path) -> None:
+    pytest.importorskip("triton")
+    # other tests have kernels interpreted, which a process decides once
+    environment = {**os.environ, "TRITON_CACHE_DIR": str(tmp_path)}
+    environment.pop("TRITON_INTERPRET", None)
+    done = subprocess.run(
+        [sys.executable, "-c", COMPILE_TWICE], env=environment, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.split() == ["1", "0"]

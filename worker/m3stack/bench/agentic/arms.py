@@ -30,16 +30,18 @@ class Arm:
         keeps_mxfp8: whether weights stay in MXFP8.
         paced: whether prompts beside decode are bounded by time.
         needs_cuda: its kernels do not run on a CPU.
+        graph_bytes: device memory of recorded steps; decoded weights are among what they hold.
     """
 
     what: str
     kernels: Callable[[Kernels], Kernels] = lambda kernels: kernels
-    keeps_mxfp8: bool = False
+    keeps_mxfp8: bool = True
     prefix_cache: bool = True
     prefill_first: bool = False
     overlap: bool = True
     paced: bool = True
     needs_cuda: bool = False
+    graph_bytes: int = 2 << 30
 
 
 def dense(kernels: Kernels) -> Kernels:
@@ -150,18 +152,23 @@ def _plain(weight: Weight, dtype: torch.dtype) -> Tensor:
     return decode(weight)
 
 
+# the released weights are MXFP8: that is what is served, and what arms are switched off from
 ARMS = {
-    "full": Arm("everything on"),
-    "full_mxfp8": Arm("everything on, weights in MXFP8", keeps_mxfp8=True),
+    "full": Arm("everything on, MXFP8 weights as released"),
+    "full_bf16": Arm("everything on, weights in bf16", keeps_mxfp8=False),
     "portable": Arm(
-        "as engines run on Hopper today: portable kernels", portable, paced=False, needs_cuda=True
+        "as engines run on Hopper today: portable kernels, weights in bf16",
+        portable,
+        keeps_mxfp8=False,
+        paced=False,
+        needs_cuda=True,
     ),
     "portable_mxfp8": Arm(
         "the same, MXFP8 weights decoded for use",
         portable,
-        keeps_mxfp8=True,
         paced=False,
         needs_cuda=True,
+        graph_bytes=32 << 30,
     ),
     "dense": Arm("attention to every key", dense),
     "query_major": Arm("prompts attend row by row", query_major, needs_cuda=True),

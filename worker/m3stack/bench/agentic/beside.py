@@ -1,7 +1,6 @@
 """What a long prompt does to requests that decode beside it, and they to it.
 
-Pages hold random numbers from the start, so that a prompt can begin where nearly a million tokens
-stand before it: those are passed over, as if the prefix cache had them.
+The prompt is computed whole, twice: alone, and beside requests that wait for their next token.
 """
 
 from __future__ import annotations
@@ -11,9 +10,11 @@ import statistics
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
+from m3stack.bench.agentic.compiled import counted
 from m3stack.bench.agentic.replay import Crowd, quantile
-from m3stack.bench.agentic.worker import Running, Sizes, running_engine
+from m3stack.bench.agentic.worker import Running, Sizes, Step, running_engine
 from m3stack.models.minimax_m3.model import M3Model
 
 
@@ -24,8 +25,8 @@ class BesideShape:
     Attributes:
         decoding: requests that decode.
         decoding_context: each of them, at the start.
-        befores: tokens in front of each stretch of the prompt that is computed and timed.
-        stretch: tokens of a stretch.
+        prompt: the long one.
+        parts: of the prompt, which are told apart as well.
         slowdown: as in `Sizes`.
         max_batch_tokens, max_mixed_tokens: of a step, and of one beside decode.
         idle_tokens: of each request, for the time between tokens without a prompt.
@@ -33,25 +34,28 @@ class BesideShape:
 
     decoding: int = 64
     decoding_context: int = 4096
-    befores: tuple[int, ...] = (0, 491_520, 983_040)
-    stretch: int = 32_640
+    prompt: int = 1_048_448
+    parts: int = 4
     slowdown: float = 1.8
     max_mixed_tokens: int = 2048
     max_batch_tokens: int = 8192
-    idle_tokens: int = 120
+    idle_tokens: int = 300
 
 
 @dataclass(frozen=True, slots=True)
 class BesideRow:
-    """One stretch of the prompt.
+    """The prompt from one token to another; the first row is the whole of it.
 
     Attributes:
-        solo_tokens_per_s, beside_tokens_per_s: of the stretch, alone and beside decode.
-        idle_p99_ms, beside_p50_ms, beside_p99_ms: between tokens of the requests that decode.
+        solo_tokens_per_s, beside_tokens_per_s: of the prompt, alone and beside decode.
+        idle_p50_ms, idle_p99_ms: between tokens of the requests that decode, before the prompt.
+        beside_p50_ms, beside_p99_ms, beside_max_ms: the same beside it.
+        gaps: those of `beside`, of one request.
+        compiled: kernels that were compiled meanwhile; 0, or the times are not those of steps.
     """
 
-    before: int
-    stretch: int
+    first: int
+    end: int
     decoding: int
     slowdown: float
     max_mixed_tokens: int
@@ -61,16 +65,31 @@ class BesideRow:
     idle_p99_ms: float
     beside_p50_ms: float
     beside_p99_ms: float
+    beside_max_ms: float
+    gaps: int
+    compiled: int
 
 
-def measure(model: M3Model, shape: BesideShape) -> list[BesideRow]:
-    """A row for each place of the prompt."""
+@dataclass(frozen=True, slots=True)
+class _Advance:
+    """How far a prompt had come when: seconds, and tokens that were computed by then."""
+
+    times: tuple[float, ...]
+    computed: tuple[int, ...]
+
+    def when(self, tokens: int) -> float:
+        """The first moment at which so many tokens were known to be computed."""
+        places = range(len(self.times))
+        return self.times[next(place for place in places if self.computed[place] >= tokens)]
+
+
+def measure(model: M3Model, shape: BesideShape) -> tuple[list[BesideRow], list[Step]]:
+    """The whole prompt, then each part of it; and all steps that had prompts."""
     page = model.config.block_tokens
-    longest = max(shape.befores) + shape.stretch
-    decoded = shape.decoding_context + 4096
-    num_pages = shape.decoding * -(-decoded // page) + -(-longest // page)
-    # every stretch is computed twice, behind the same beginning
-    num_pages += 2 * len(shape.befores) * (-(-shape.stretch // page) + 2)
+    decoded = shape.decoding_context + 8192
+    num_pages = shape.decoding * -(-decoded // page)
+    # computed twice, and a shorter one before it
+    num_pages += 2 * (-(-shape.prompt // page) + 2) + 4 * -(-shape.max_batch_tokens // page)
     sizes = Sizes(
         num_pages=num_pages,
         max_batch_tokens=max(shape.max_batch_tokens, shape.decoding + 2),
@@ -80,7 +99,8 @@ def measure(model: M3Model, shape: BesideShape) -> list[BesideRow]:
         filled=True,
     )
     with running_engine(model, sizes) as running:
-        return _rows(running, shape, model.config.vocab_size - 64)
+        rows = _rows(running, shape, model.config.vocab_size - 64)
+        return rows, [step for step in running.steps if step.prompt_tokens]
 
 
 def _rows(running: Running, shape: BesideShape, vocab_size: int) -> list[BesideRow]:
@@ -92,63 +112,58 @@ def _rows(running: Running, shape: BesideShape, vocab_size: int) -> list[BesideR
 
     passing = running.passing
     assert passing is not None
-    beginning = draw(max(shape.befores) + 128)
     prompts = [draw(shape.decoding_context) for _ in range(shape.decoding)]
+    # what stands before the requests that decode is not computed: its pages hold random numbers
     passing.is_on = True
-    crowd.wait_ended(crowd.submit(beginning, 1))
     crowd.wait_ended(*(crowd.submit(prompt, 1) for prompt in prompts))
     passing.is_on = False
-    # what is compiled at first use
+    # what is loaded at first use
     crowd.wait_ended(crowd.submit(draw(2 * shape.max_batch_tokens), 1))
-    solo = [_prefill(crowd, beginning[:before], draw(shape.stretch)) for before in shape.befores]
+    alone = _prefill(running, crowd, draw(shape.prompt))
     decoding = [crowd.submit((*prompt, 1), 1 << 20) for prompt in prompts]
     # enough for recordings to be made
     crowd.wait_tokens(decoding, 24)
-    crowd.wait_ended(crowd.submit(draw(shape.stretch // 8), 1))
+    crowd.wait_ended(crowd.submit(draw(shape.max_batch_tokens), 1))
     began_at = time.perf_counter()
     have = min(len(crowd.times[handle]) for handle in decoding)
     crowd.wait_tokens(decoding, have + shape.idle_tokens)
     idle = crowd.gaps(decoding, began_at, time.perf_counter())
+    with counted() as compiled:
+        beside = _prefill(running, crowd, draw(shape.prompt))
+    places = [shape.prompt * part // shape.parts for part in range(shape.parts + 1)]
     rows: list[BesideRow] = []
-    for before, alone in zip(shape.befores, solo, strict=True):
-        began_at = time.perf_counter()
-        beside = _prefill(crowd, beginning[:before], draw(shape.stretch))
-        gaps = crowd.gaps(decoding, began_at, time.perf_counter())
-        rows.append(_row(shape, before, (alone, beside), idle, gaps))
-        have = min(len(crowd.times[handle]) for handle in decoding)
-        crowd.wait_tokens(decoding, have + 20)
+    for first, end in ((0, shape.prompt), *pairwise(places)):
+        gaps = crowd.gaps(decoding, beside.when(first), beside.when(end))
+        rows.append(
+            BesideRow(
+                first=first,
+                end=end,
+                decoding=shape.decoding,
+                slowdown=shape.slowdown,
+                max_mixed_tokens=shape.max_mixed_tokens,
+                solo_tokens_per_s=(end - first) / (alone.when(end) - alone.when(first)),
+                beside_tokens_per_s=(end - first) / (beside.when(end) - beside.when(first)),
+                idle_p50_ms=statistics.median(idle) * 1e3,
+                idle_p99_ms=quantile(idle, 0.99) * 1e3,
+                beside_p50_ms=statistics.median(gaps) * 1e3,
+                beside_p99_ms=quantile(gaps, 0.99) * 1e3,
+                beside_max_ms=max(gaps) * 1e3,
+                gaps=len(gaps) // shape.decoding,
+                compiled=compiled.kernels,
+            )
+        )
     crowd.cancel(*decoding)
     return rows
 
 
-def _prefill(crowd: Crowd, before: Sequence[int], stretch: Sequence[int]) -> float:
-    """Tokens a second of a stretch, until the first token behind it."""
-    began_at = time.perf_counter()
-    handle = crowd.submit((*before, *stretch), 1)
+def _prefill(running: Running, crowd: Crowd, prompt: Sequence[int]) -> _Advance:
+    """Computes a prompt up to the first token behind it."""
+    handle = crowd.submit(prompt, 1)
+    # what the client's own work on a long prompt takes is not the engine's
     submitted_at = time.perf_counter()
     crowd.wait_ended(handle)
-    # what the client's own work on a long prompt takes is not the engine's
-    assert submitted_at - began_at < 60
-    return len(stretch) / (crowd.times[handle][0] - submitted_at)
-
-
-def _row(
-    shape: BesideShape,
-    before: int,
-    rates: tuple[float, float],
-    idle: Sequence[float],
-    gaps: Sequence[float],
-) -> BesideRow:
-    return BesideRow(
-        before=before,
-        stretch=shape.stretch,
-        decoding=shape.decoding,
-        slowdown=shape.slowdown,
-        max_mixed_tokens=shape.max_mixed_tokens,
-        solo_tokens_per_s=rates[0],
-        beside_tokens_per_s=rates[1],
-        idle_p50_ms=statistics.median(idle) * 1e3,
-        idle_p99_ms=quantile(idle, 0.99) * 1e3,
-        beside_p50_ms=statistics.median(gaps) * 1e3,
-        beside_p99_ms=quantile(gaps, 0.99) * 1e3,
+    steps = [step for step in running.steps if step.ended_at > submitted_at and step.prompt_tokens]
+    return _Advance(
+        (submitted_at, *(step.ended_at for step in steps)),
+        (0, *(step.prompt_end for step in steps)),
     )

@@ -61,9 +61,7 @@ class Models:
         """The arm's model; those given before change with it."""
         return self.with_kernels(arm.kernels, keeps_mxfp8=arm.keeps_mxfp8)
 
-    def with_kernels(
-        self, change: Callable[[Kernels], Kernels], *, keeps_mxfp8: bool = False
-    ) -> M3Model:
+    def with_kernels(self, change: Callable[[Kernels], Kernels], *, keeps_mxfp8: bool) -> M3Model:
         """The model over changed operations; those given before change with it."""
         self._now = change(self.kernels)
         if self._model is None or self._keeps_mxfp8 != keeps_mxfp8:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 from m3stack.bench.agentic import shares_report
@@ -12,6 +13,8 @@ from m3stack.bench.agentic.arms import ARMS
 
 Row = dict[str, Any]
 COLOURS = ("#1f6feb", "#2da44e", "#d29922", "#cf222e", "#8250df", "#bf3989", "#1b7c83", "#8b949e")
+# whose throughput others are a multiple of: as engines run today, in either format of weights
+PEERS = ("portable", "portable_mxfp8")
 WIDTH, HEIGHT, MARGIN = 720, 360, 60
 
 
@@ -35,20 +38,22 @@ def _beside(rows: list[Row]) -> str:
     first = rows[0]
     lines = [
         "## A long prompt beside decode\n",
-        f"{first['decoding']} requests decode while {first['stretch']:,} tokens of a prompt are "
-        "computed behind as many as the first column says, which are passed over as if they were "
-        "cached (pages hold random numbers). Sparse layers alone.\n",
-        "| tokens before | alone, tokens/s | beside, tokens/s | share kept | between tokens idle "
-        "p50 / p99 ms | beside p50 / p99 ms | p99 over idle p99 |",
-        "|---|---|---|---|---|---|---|",
+        f"{first['decoding']} requests decode while a prompt of {first['end']:,} tokens is "
+        "computed, as a whole and part by part. Sparse layers alone. Gaps are those between two "
+        "tokens of a request; what was compiled meanwhile: "
+        f"{first['compiled']} kernels.\n",
+        "| tokens of the prompt | alone, tokens/s | beside, tokens/s | share kept | between tokens "
+        "idle p50 / p99 ms | beside p50 / p99 / longest ms | gaps | p99 over idle p99 |",
+        "|---|---|---|---|---|---|---|---|",
     ]
     for row in rows:
         kept = row["beside_tokens_per_s"] / row["solo_tokens_per_s"]
         lines.append(
-            f"| {row['before']:,} | {row['solo_tokens_per_s']:,.0f} | "
-            f"{row['beside_tokens_per_s']:,.0f} | {kept:.0%} | "
+            f"| {row['first']:,} to {row['end']:,} | {row['solo_tokens_per_s']:,.0f} | "
+            f"{row['beside_tokens_per_s']:,.0f} | {kept:.1%} | "
             f"{row['idle_p50_ms']:.1f} / {row['idle_p99_ms']:.1f} | "
-            f"{row['beside_p50_ms']:.1f} / {row['beside_p99_ms']:.1f} | "
+            f"{row['beside_p50_ms']:.1f} / {row['beside_p99_ms']:.1f} / "
+            f"{row['beside_max_ms']:.1f} | {row['gaps']} | "
             f"{row['beside_p99_ms'] / row['idle_p99_ms']:.2f} |"
         )
     return "\n".join(lines) + "\n"
@@ -93,6 +98,7 @@ def _full_cache(rows: list[Row]) -> str:
 
 _PARTS: dict[str, Callable[[list[Row]], str]] = {
     "beside": _beside,
+    "beside_bf16": _beside,
     "tier": _tier,
     "full_cache": _full_cache,
 }
@@ -101,7 +107,6 @@ _PARTS: dict[str, Callable[[list[Row]], str]] = {
 def text(document: dict[str, Any], picture_name: str) -> str:
     """Tables in Markdown."""
     rows: list[Row] = document["rows"]
-    arms = list(dict.fromkeys(row["arm"] for row in rows))
     lines = [
         "# An agentic trace, arm against arm\n",
         f"`{document['command']}` on {document['machine']}. Conversations share a long beginning, "
@@ -109,29 +114,36 @@ def text(document: dict[str, Any], picture_name: str) -> str:
         "has the released widths, few layers and random weights, so ratios between arms are "
         "those of these layers, not of the whole model.\n",
         f"![output tokens per second]({picture_name})\n",
-        "| arm | what | concurrency | output tokens/s | of `portable` | first token p50 ms | "
-        "between tokens p99 ms | cached |",
-        "|---|---|---|---|---|---|---|---|",
+        "| arm | concurrency | output tokens/s | "
+        + "".join(f"of `{peer}` | " for peer in PEERS)
+        + "first token p50 ms | between tokens p99 ms | cached | compiled meanwhile |",
+        "|---" * (7 + len(PEERS)) + "|",
     ]
-    base = {
-        (row["arm"], row["concurrency"]): row["output_tokens_per_s"]
-        for row in rows
-        if row["arm"].startswith("portable")
-    }
-    for arm in arms:
-        peer = "portable_mxfp8" if arm.endswith("mxfp8") else "portable"
-        for row in rows:
-            if row["arm"] != arm:
-                continue
-            other = base.get((peer, row["concurrency"]))
-            ratio = f"{row['output_tokens_per_s'] / other:.2f}x" if other else "-"
-            lines.append(
-                f"| {arm} | {ARMS[arm].what} | {row['concurrency']} | "
-                f"{row['output_tokens_per_s']:.1f} | {ratio} | {row['ttft_p50_ms']:.1f} | "
-                f"{row['itl_p99_ms']:.2f} | {row['cached_share']:.0%} |"
-            )
-    lines.append("\nAn arm in MXFP8 is compared with `portable_mxfp8`, the others with `portable`.")
+    for arm, concurrency in dict.fromkeys((row["arm"], row["concurrency"]) for row in rows):
+        of_arm = _taken(rows, arm, concurrency)
+        rate = median(row["output_tokens_per_s"] for row in of_arm)
+        rates = f"{rate:,.1f}"
+        if len(of_arm) > 1:
+            each = [row["output_tokens_per_s"] for row in of_arm]
+            rates += f" ({min(each):,.0f} to {max(each):,.0f}, {len(each)} runs)"
+        ratios = [
+            f"{rate / median(row['output_tokens_per_s'] for row in other):.2f}x" if other else "-"
+            for other in (_taken(rows, peer, concurrency) for peer in PEERS)
+        ]
+        lines.append(
+            f"| {arm} | {concurrency} | {rates} | {' | '.join(ratios)} | "
+            f"{median(row['ttft_p50_ms'] for row in of_arm):.1f} | "
+            f"{median(row['itl_p99_ms'] for row in of_arm):.2f} | "
+            f"{median(row['cached_share'] for row in of_arm):.0%} | "
+            f"{sum(row['compiled'] for row in of_arm)} |"
+        )
+    arms = dict.fromkeys(row["arm"] for row in rows)
+    lines += ["", *(f"- `{arm}`: {ARMS[arm].what}." for arm in arms)]
     return "\n".join(lines) + "\n"
+
+
+def _taken(rows: list[Row], arm: str, concurrency: int) -> list[Row]:
+    return [row for row in rows if row["arm"] == arm and row["concurrency"] == concurrency]
 
 
 def picture(rows: list[Row]) -> str:
@@ -141,9 +153,9 @@ def picture(rows: list[Row]) -> str:
     top = max(row["output_tokens_per_s"] for row in rows) * 1.05
     inner_width, inner_height = WIDTH - 220, HEIGHT - 2 * MARGIN
 
-    def place(row: Row) -> tuple[float, float]:
-        across = steps.index(row["concurrency"]) / max(1, len(steps) - 1)
-        up = row["output_tokens_per_s"] / top
+    def place(concurrency: int, rate: float) -> tuple[float, float]:
+        across = steps.index(concurrency) / max(1, len(steps) - 1)
+        up = rate / top
         return MARGIN + across * inner_width, HEIGHT - MARGIN - up * inner_height
 
     parts = [
@@ -163,7 +175,11 @@ def picture(rows: list[Row]) -> str:
         parts.append(f'<text x="{x - 6}" y="{HEIGHT - MARGIN + 18}">{step}</text>')
     for index, arm in enumerate(arms):
         colour = COLOURS[index % len(COLOURS)]
-        points = [place(row) for row in rows if row["arm"] == arm]
+        concurrencies = sorted({row["concurrency"] for row in rows if row["arm"] == arm})
+        points = [
+            place(step, median(row["output_tokens_per_s"] for row in _taken(rows, arm, step)))
+            for step in concurrencies
+        ]
         line = " ".join(f"{x:.1f},{y:.1f}" for x, y in points)
         y = MARGIN + 18 * index
         parts.append(

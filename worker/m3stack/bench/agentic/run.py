@@ -23,29 +23,33 @@ import torch
 
 from m3stack.bench.agentic import beside, full_cache, shares, tier
 from m3stack.bench.agentic.arms import ARMS
+from m3stack.bench.agentic.compiled import counted
 from m3stack.bench.agentic.models import Models, truncated, without_dense_layers
 from m3stack.bench.agentic.replay import Replay, ReplayError
 from m3stack.bench.agentic.report import write_report
 from m3stack.bench.agentic.trace import TraceShape, conversations, shared_prefix
-from m3stack.bench.agentic.worker import GRAPH_BYTES, Sizes, page_shape, running_engine
+from m3stack.bench.agentic.worker import Sizes, page_shape, running_engine
 from m3stack.checkpoints import builtin_checkpoint
-from m3stack.first_steps import run_first_steps, sizes
+from m3stack.first_steps import Bounds, run_first_steps, sizes
+from m3stack.gpu_steps import GPU_SLOWDOWN
 from m3stack.kernels.build import KernelUnavailableError
 from m3stack.memory_plan import released_model_config
 from m3stack.models.minimax_m3.config import M3Config
 
 CONCURRENCIES = (1, 2, 4, 8, 16, 32, 64)
 SPARSE_LAYERS = 4
-SLOWDOWN = 1.8
 # arms whose kernels no other arm has
-COMPILED = ("full", "portable", "dense")
+COMPILED = ("full", "full_bf16", "portable", "portable_mxfp8", "dense", "query_major")
+# a step of a long prompt alone grows to that
+MOST_TOKENS = 16_384
+COMPILING_S = 600.0
 LONGEST_TOKENS, LONGEST_TRACE_TOKENS = 1_048_576, 81_920
 TOY = TraceShape(shared=300, new=(10, 40), output=(4, 10), turns=2)
 TOY_BESIDE = beside.BesideShape(
     decoding=2,
     decoding_context=40,
-    befores=(0, 256),
-    stretch=256,
+    prompt=1024,
+    parts=2,
     max_mixed_tokens=64,
     max_batch_tokens=64,
     idle_tokens=20,
@@ -83,15 +87,20 @@ class Bench:
         )
         self.models = Models(config, arguments.kernels, device)
         self.document = Document()
+        share, _, of = (arguments.compile_only or "0/1").partition("/")
+        self.share = int(share), int(of)
 
     def compile(self, arm_name: str, *, context_tokens: int) -> None:
         """Runs steps of all sizes of an arm, for what is compiled at first use."""
         model = self.models.get(ARMS[arm_name])
         most = max([*self.arguments.concurrency, 64])
-        wanted = sizes(max_tokens=8192, max_sequences=most, context_tokens=context_tokens)
+        wanted = list(
+            sizes(max_tokens=MOST_TOKENS, max_sequences=most, context_tokens=context_tokens)
+        )
+        share, of = self.share
         shape = page_shape(model.config, model.embedding.dtype)
         began_at = time.monotonic()
-        count = run_first_steps(model, shape, list(wanted))
+        count = run_first_steps(model, shape, wanted[share::of], Bounds(COMPILING_S))
         say(f"{arm_name:16} {count} sizes of steps run in {time.monotonic() - began_at:.1f} s")
 
     def trace(self, arm_name: str, runs: Sequence[tuple[int, int]]) -> None:
@@ -109,10 +118,11 @@ class Bench:
             max_batch_tokens=batch,
             max_mixed_tokens=mixed,
             max_sequences=most,
-            slowdown=SLOWDOWN if arm.paced else 0.0,
+            slowdown=self.arguments.slowdown if arm.paced else 0.0,
             prefix_cache=arm.prefix_cache,
             prefill_first=arm.prefill_first,
             overlap=arm.overlap,
+            graph_bytes=arm.graph_bytes,
         )
         model = self.models.get(arm)
         shared = shared_prefix(shape, config.vocab_size - 64)
@@ -125,47 +135,38 @@ class Bench:
                     replace(shape, turns=turns), concurrency, config.vocab_size - 64, first=asked
                 )
                 asked += concurrency
-                row = replay.measure(arm_name, scripts)
-                self.document.rows.append(asdict(row))
+                with counted() as compiled:
+                    row = replay.measure(arm_name, scripts)
+                self.document.rows.append({**asdict(row), "compiled": compiled.kernels})
                 say(
                     f"{arm_name:16} concurrency {concurrency:3d}: "
                     f"{row.output_tokens_per_s:9.1f} tokens/s, "
                     f"first token {row.ttft_p50_ms:8.1f} ms, between tokens p99 "
-                    f"{row.itl_p99_ms:7.2f} ms, cached {row.cached_share:.0%}"
+                    f"{row.itl_p99_ms:7.2f} ms, cached {row.cached_share:.0%}, "
+                    f"compiled {compiled.kernels}"
                 )
             if running.graphs is not None:
                 say(
                     f"{arm_name:16} recorded steps replayed {running.graphs.num_replays} times, "
-                    f"{running.graphs.num_bytes >> 20} MiB of {GRAPH_BYTES >> 20}"
+                    f"{running.graphs.num_bytes >> 20} MiB of {arm.graph_bytes >> 20}"
                 )
 
-    def beside(self) -> None:
+    def beside(self, arm_name: str = "full") -> None:
         """A long prompt beside decode, in sparse layers alone."""
         shape = TOY_BESIDE if self.arguments.toy else beside.BesideShape()
-        model = without_dense_layers(self.models.get(ARMS["full"]))
-        self._add("beside", [asdict(row) for row in beside.measure(model, shape)])
+        shape = replace(shape, slowdown=self.arguments.slowdown)
+        model = without_dense_layers(self.models.get(ARMS[arm_name]))
+        rows, steps = beside.measure(model, shape)
+        name = "beside" if arm_name == "full" else f"beside_{arm_name.removeprefix('full_')}"
+        self._add(name, [asdict(row) for row in rows])
+        if self.arguments.steps is not None:
+            with self.arguments.steps.open("a") as file:
+                for step in steps:
+                    print(json.dumps({"part": name, **asdict(step)}), file=file)
 
-    def beside_fixed(self) -> None:
-        """The same with steps bounded by tokens alone."""
-        model = without_dense_layers(self.models.get(ARMS["full"]))
-        rows: list[dict[str, Any]] = []
-        for tokens in (64,) if self.arguments.toy else (512, 1024, 2048):
-            shape = (
-                TOY_BESIDE
-                if self.arguments.toy
-                else beside.BesideShape(befores=(983_040,), stretch=32_640)
-            )
-            shape = beside.BesideShape(
-                decoding=shape.decoding,
-                decoding_context=shape.decoding_context,
-                befores=shape.befores[-1:],
-                stretch=shape.stretch,
-                slowdown=0.0,
-                max_mixed_tokens=tokens,
-                max_batch_tokens=shape.max_batch_tokens,
-            )
-            rows += [asdict(row) for row in beside.measure(model, shape)]
-        self._add("beside_fixed", rows)
+    def beside_bf16(self) -> None:
+        """The same with weights in bf16."""
+        self.beside("full_bf16")
 
     def full_cache(self) -> None:
         """Throughput at twice the concurrency that fills the cache."""
@@ -203,7 +204,7 @@ class Bench:
 
 PARTS: dict[str, Callable[[Bench], None]] = {
     "beside": Bench.beside,
-    "beside_fixed": Bench.beside_fixed,
+    "beside_bf16": Bench.beside_bf16,
     "tier": Bench.tier,
     "full_cache": Bench.full_cache,
     "shares": Bench.shares,
@@ -236,10 +237,10 @@ def main(argv: Sequence[str]) -> int:
     if device.type == "cuda":
         for name in dict.fromkeys(name for name in named if name in ARMS):
             # the parts' long prompts run in the whole arm alone
-            context = LONGEST_TOKENS if name == "full" else LONGEST_TRACE_TOKENS
+            context = LONGEST_TOKENS if name.startswith("full") else LONGEST_TRACE_TOKENS
             if name in COMPILED:
                 jobs.append((f"compile {name}", _compile_job(bench, name, context)))
-    for part in arguments.parts:
+    for part in () if arguments.compile_only else arguments.parts:
         if part == "trace":
             jobs += [(name, _arm_job(bench, name)) for name in arguments.arms or able]
         elif part.partition(":")[0] in ARMS:
@@ -251,7 +252,8 @@ def main(argv: Sequence[str]) -> int:
         is_good &= _try(name, job)
         if arguments.json is not None:
             _write(arguments.json, bench, argv)
-    return 0 if is_good and (bench.document.rows or bench.document.parts) else 1
+    has_found = bench.document.rows or bench.document.parts or arguments.compile_only
+    return 0 if is_good and has_found else 1
 
 
 def say(line: str) -> None:
@@ -314,6 +316,19 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--output-scale", type=float, default=1.0, help="of the turns' outputs")
     parser.add_argument("--sparse-layers", type=int, default=SPARSE_LAYERS)
     parser.add_argument("--pages", type=int, default=0, help="of the cache; 0: as many as it takes")
+    parser.add_argument(
+        "--slowdown",
+        type=float,
+        default=GPU_SLOWDOWN,
+        help="of steps with prompts, in arms that bound it; 0: bounded by tokens alone",
+    )
+    parser.add_argument("--steps", type=Path, default=None, help="a line a step beside a prompt")
+    parser.add_argument(
+        "--compile-only",
+        default=None,
+        metavar="N/OF",
+        help="compiles what the named arms need, the Nth of OF shares of it, and ends",
+    )
     parser.add_argument("--kernels", default="auto")
     parser.add_argument("--json", type=Path, default=None, help="rows; text and picture beside it")
     return parser

@@ -73,7 +73,7 @@ def measure(models: Models, shape: TierShape) -> list[TierRow]:
             hot_pages=hot,
             filled=True,
         )
-        model = without_dense_layers(models.with_kernels(change))
+        model = without_dense_layers(models.with_kernels(change, keeps_mxfp8=True))
         with running_engine(model, sizes) as running:
             rate, hits, tokens = _decode(running, shape, models.config.vocab_size - 64)
             tiers = _tiers(running)

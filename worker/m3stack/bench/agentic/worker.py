@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -24,7 +25,8 @@ from m3stack.engine.encoder import Encoder
 from m3stack.engine.engine import Engine, EngineParts, EngineSettings
 from m3stack.engine.graphs import CudaRecorder, DecodeGraphs
 from m3stack.engine.inputs import InputBuilder
-from m3stack.engine.pace import Pace, PaceLimits
+from m3stack.engine.pace import Pace, PaceLimits, is_prompt
+from m3stack.engine.plan import StepPlan
 from m3stack.engine.runner import Forward, ModelRunner
 from m3stack.engine.sampler import Sampler
 from m3stack.engine.scheduler import Scheduler
@@ -32,7 +34,6 @@ from m3stack.models.minimax_m3.config import M3Config
 from m3stack.models.minimax_m3.model import M3Model
 from m3stack.telemetry import WorkerMetrics
 
-GRAPH_BYTES = 2 << 30
 # as the worker's own settings
 GROWTH_PREFIX_TOKENS, RESTORE_COST_TOKENS = 131_072, 16
 STOP_S = 60.0
@@ -50,6 +51,7 @@ class Sizes:
         prefix_cache, prefill_first, overlap: as in `Arm`.
         host_slots: pages of host memory for those the device has no room for.
         hot_pages: pages whose keys and values stay on the device; 0: all.
+        graph_bytes: device memory of recorded steps.
         filled: whether pages hold numbers from the start, and prompts can be passed over.
     """
 
@@ -63,7 +65,45 @@ class Sizes:
     overlap: bool = True
     host_slots: int = 0
     hot_pages: int = 0
+    graph_bytes: int = 2 << 30
     filled: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """A step that has ended.
+
+    Attributes:
+        ended_at: as `time.perf_counter` tells it.
+        seconds: it took, or kept the next one waiting.
+        num_decoding: requests that waited for their next token.
+        prompt_tokens: computed in it.
+        prompt_end: computed tokens of the prompt that has come furthest; 0 without prompts.
+    """
+
+    ended_at: float
+    seconds: float
+    num_decoding: int
+    prompt_tokens: int
+    prompt_end: int
+
+
+class TimedScheduler(Scheduler):
+    """A scheduler that keeps what it was told of its steps."""
+
+    def __init__(
+        self, limits: SchedulerLimits, pages: PrefixCache, media: MediaLedger, pace: Pace | None
+    ) -> None:
+        super().__init__(limits, pages, media, pace)
+        self.steps: list[Step] = []
+
+    def took(self, plan: StepPlan, seconds: float) -> None:
+        super().took(plan, seconds)
+        prompts = [row for row in plan.rows if is_prompt(row)]
+        tokens = sum(len(row.token_ids) for row in prompts)
+        end = max((row.end for row in prompts), default=0)
+        count = len(plan.rows) - len(prompts)
+        self.steps.append(Step(time.perf_counter(), seconds, count, tokens, end))
 
 
 class Passing:
@@ -94,6 +134,7 @@ class Running:
     Attributes:
         graphs: its recorded steps; None on a CPU.
         passing: lets prompts pass while it is on; only where pages are filled.
+        steps: those that have ended; grows.
     """
 
     engine: Engine
@@ -102,6 +143,7 @@ class Running:
     graphs: DecodeGraphs | None
     passing: Passing | None
     metrics: WorkerMetrics
+    steps: list[Step]
 
     @property
     def preemptions(self) -> int:
@@ -154,7 +196,7 @@ def running_engine(model: M3Model, sizes: Sizes) -> Iterator[Running]:
             record=CudaRecorder(device),
             page_tokens=config.block_tokens,
             max_sequences=sizes.max_sequences,
-            budget_bytes=GRAPH_BYTES,
+            budget_bytes=sizes.graph_bytes,
         )
     if sizes.filled:
         fill(pool)
@@ -181,9 +223,10 @@ def running_engine(model: M3Model, sizes: Sizes) -> Iterator[Running]:
     )
     pace = Pace(PaceLimits(sizes.slowdown)) if sizes.slowdown else None
     mailbox, metrics = Mailbox(), WorkerMetrics()
+    scheduler = TimedScheduler(limits, pages, media, pace)
     engine = Engine(
         EngineParts(
-            Scheduler(limits, pages, media, pace),
+            scheduler,
             pages,
             runner,
             media,
@@ -204,7 +247,7 @@ def running_engine(model: M3Model, sizes: Sizes) -> Iterator[Running]:
     gc.freeze()
     engine.start()
     try:
-        yield Running(engine, mailbox, pool, graphs, passing, metrics)
+        yield Running(engine, mailbox, pool, graphs, passing, metrics, scheduler.steps)
     finally:
         engine.stop()
         engine.join(STOP_S)
