@@ -45,3 +45,8 @@ def test_a_batch_of_drills_asks_for_much(encoder: Encoder) -> None:
 
 def test_every_noun_is_one_token(encoder: Encoder) -> None:
     assert [word for word in words.NOUNS if len(encoder.text_ids(f" {word}")) > 1] == []
+
+
+def test_every_name_ends_in_a_token_of_its_own(encoder: Encoder) -> None:
+    lasts = {encoder.text_ids(f" {name}")[-1] for name in words.NAMES}
+    assert len(lasts) == len(words.NAMES)

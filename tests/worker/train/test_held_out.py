@@ -33,8 +33,14 @@ def held_out_sentences() -> set[str]:
     for person, thing, colour in product(words.NAMES, words.THINGS, words.COLOURS):
         if words.is_held_out(person, thing, colour):
             found |= {f"{person} has a {colour} {thing}.", f"The {thing} of {person} is {colour}."}
-    pairs = product(words.NOUNS, words.NOUNS)
-    return found | {needles.needle(*pair) for pair in pairs if words.is_held_out(*pair)}
+    return found
+
+
+def held_out_pairs(text: str) -> set[tuple[str, str]]:
+    """Pairs of owner and first word, and of both words of a password, that are held out."""
+    told = re.findall(r"The password of the (\w+) is (\w+) (\w+)\.", text)
+    pairs = {pair for owner, first, second in told for pair in ((owner, first), (first, second))}
+    return {pair for pair in pairs if words.is_held_out(*pair)}
 
 
 def training_texts() -> Iterator[str]:
@@ -58,6 +64,7 @@ def test_no_training_text_tells_what_is_held_out() -> None:
     told: set[str] = set()
     for text in training_texts():
         told |= sentences_of(text)
+        assert not held_out_pairs(text)
     assert not told & held_out
     # facts of each kind are told
     for form in ("lives in", "likes", "works in the", "The pet of", "has a", "The password of"):
@@ -72,6 +79,15 @@ def test_what_is_asked_of_a_trained_model_is_held_out(seed: int) -> None:
         turns = text_tasks.passage(rng, thinks=False, held_out=True)
         answers = {turn.parts[0] for turn in turns if turn.role == "assistant"}
         assert answers <= held_out
+
+
+def test_every_password_that_is_asked_for_is_of_pairs_never_told() -> None:
+    for seed in range(20):
+        secrets = needles.secrets(random.Random(seed), 10, held_out=True)
+        firsts = [password.split()[0] for _, password in secrets]
+        assert len(set(firsts)) == len({owner for owner, _ in secrets}) == 10
+        for pair in secrets:
+            assert len(held_out_pairs(needles.needle(*pair))) == 2
 
 
 def test_a_sum_is_held_out_as_it_is_asked() -> None:

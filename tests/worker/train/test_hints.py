@@ -2,39 +2,82 @@
 
 from __future__ import annotations
 
+import random
+from collections.abc import Iterator
+
 import pytest
 import torch
 
 from m3stack.checkpoints import builtin_checkpoint
-from m3stack.train import hints
-from m3stack.train.batches import BatchKind, BatchMaker
+from m3stack.train import hints, text_tasks
+from m3stack.train.batches import Batch, BatchKind, BatchMaker
 from m3stack.train.drills import DRILL_TOKENS
-from m3stack.train.encode import Encoder
+from m3stack.train.encode import Conversation, Encoder
 from m3stack.train.hints import Hints
 
 ROWS, LENGTH, HEADS, GROUPS, DIM = 2, 24, 4, 2, 16
 
 
-@pytest.mark.parametrize(
-    "kind",
-    [BatchKind(4, DRILL_TOKENS, is_drill=True), BatchKind(2, 1024, is_needle=True)],
-)
-def test_a_source_is_the_same_token_behind_the_same_two(kind: BatchKind) -> None:
+def test_a_source_of_a_drill_is_the_same_token_behind_the_same_two() -> None:
     encoder = Encoder(builtin_checkpoint("tiny") / "tokenizer.json")
+    kind = BatchKind(4, DRILL_TOKENS, is_drill=True)
     batch = BatchMaker(encoder, seed=5).make(0, kind)
-    has_source = batch.sources_S >= 0
-    assert has_source.sum() > 8
-    ids_RL = batch.ids_T.view(kind.num_rows, kind.num_tokens)
-    for row, source in zip(
-        batch.loss_rows_S[has_source].tolist(), batch.sources_S[has_source].tolist(), strict=True
-    ):
-        line, at = ids_RL[row // kind.num_tokens].tolist(), row % kind.num_tokens + 1
+    assert batch.told_rows_N.shape[0] > 32
+    for line, at, source in told(batch):
         assert source < at
         assert line[source - 2 : source + 1] == line[at - 2 : at + 1]
-    if kind.is_needle:
-        # the password alone is told, not the words that every answer has
-        (verb,) = encoder.text_ids(" is")
-        assert all(int(batch.ids_T[row]) == verb for row in batch.loss_rows_S[has_source])
+
+
+@pytest.mark.parametrize("thousands", [1, 4])
+def test_a_source_of_a_password_is_where_its_owner_has_it(thousands: int) -> None:
+    encoder = Encoder(builtin_checkpoint("tiny") / "tokenizer.json")
+    batch = BatchMaker(encoder, seed=5).make(0, BatchKind(2, thousands * 1024, is_needle=True))
+    # both words of every password that is asked for
+    assert batch.told_rows_N.shape[0] == 2 * batch.skills_A.shape[0]
+    (verb,) = encoder.text_ids(" is")
+    seconds = 0
+    for line, at, source in told(batch):
+        is_second = line[at - 1] != verb
+        seconds += is_second
+        # the owner, the verb, and what of the password stands before
+        run = 3 + is_second
+        assert source < at
+        assert line[source - run + 1 : source + 1] == line[at - run + 1 : at + 1]
+    assert seconds == batch.skills_A.shape[0]
+
+
+def test_a_source_of_a_passages_answer_is_in_the_sentence_that_tells_it() -> None:
+    encoder = Encoder(builtin_checkpoint("tiny") / "tokenizer.json")
+    rng, forms = random.Random(4), set[str]()
+    for _ in range(60):
+        thinks = rng.random() < 0.5
+        turns = text_tasks.passage(rng, thinks=thinks)
+        mode = "enabled" if thinks else "disabled"
+        row = encoder.conversation(Conversation(tuple(turns), mode))
+        asked = [turn for turn in turns if turn.told]
+        values = (encoder.text_ids(f" {turn.value}") for turn in asked)
+        assert len(row.sources) == sum(map(len, values)) > 0
+        for at, source in row.sources:
+            assert row.ids[source] == row.ids[at]
+            assert source < at
+            assert row.answer[at] >= 0
+        source, turn = row.sources[0][1], asked[0]
+        told_ids = encoder.text_ids(f" {turn.told.removesuffix('.')}")
+        assert any(
+            row.ids[begin + 1 : begin + len(told_ids)] == told_ids[1:] and begin < source
+            for begin in range(source - len(told_ids), source)
+        )
+        forms.add(turn.told.split()[1])
+    # every form of a fact: "Anna lives", "The pet of Anna"
+    assert forms == {"lives", "likes", "has", "works", "pet"}
+
+
+def told(batch: Batch) -> Iterator[tuple[list[int], int, int]]:
+    """(ids of a row, position of a token that was said before, where)"""
+    length = batch.kind.num_tokens
+    lines = batch.ids_T.view(-1, length).tolist()
+    for row, source in zip(batch.told_rows_N.tolist(), batch.sources_N.tolist(), strict=True):
+        yield lines[row // length], row % length + 1, source
 
 
 def test_heads_that_look_where_they_are_told_have_almost_no_loss() -> None:
@@ -43,7 +86,7 @@ def test_heads_that_look_where_they_are_told_have_almost_no_loss() -> None:
     k = torch.nn.functional.normalize(k, dim=-1)
     q = torch.zeros(ROWS, LENGTH, HEADS, DIM)
     for head, lag in enumerate(hints.LAGS):
-        q[:, lag:, head] = 40 * k[:, 0, : LENGTH - lag]
+        q[:, lag:, head] = 40 * k[:, head // (HEADS // GROUPS), : LENGTH - lag]
     losses = hints.lag_losses(q, k, 1.0)
     assert all(float(loss) < 0.1 for loss in losses)
     assert all(float(loss) > 1.0 for loss in hints.lag_losses(q.flip(2), k, 1.0))
@@ -63,3 +106,19 @@ def test_long_rows_have_the_same_loss_as_short_ones(monkeypatch: pytest.MonkeyPa
     short = hints.source_loss(told, q, k, 0.3)
     monkeypatch.setattr(hints, "GATHERED_TOKENS", LENGTH - 1)
     torch.testing.assert_close(hints.source_loss(told, q, k, 0.3), short)
+
+
+def test_some_positions_of_a_long_row_stand_for_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    generator = torch.Generator().manual_seed(3)
+    q = torch.randn(ROWS, LENGTH, HEADS, DIM, generator=generator)
+    k = torch.randn(ROWS, GROUPS, LENGTH, DIM, generator=generator)
+    monkeypatch.setattr(hints, "LAG_DOTS", 4 * LENGTH)
+    losses = hints.lag_losses(q, k, 0.3)
+    # every sixth position of the first row, and the last
+    for head, (lag, loss) in enumerate(zip(hints.LAGS, losses, strict=True)):
+        dots = [
+            (q[0, at, head] @ k[0, head // (HEADS // GROUPS), : at + 1].T * 0.3).log_softmax(-1)
+            for at in (5, 11, 17, 23)
+        ]
+        want = -torch.stack([logs[-1 - lag] for logs in dots]).mean()
+        torch.testing.assert_close(loss, want)

@@ -26,7 +26,7 @@ from m3stack.train.loop import (
 )
 from m3stack.train.model import write_checkpoint
 from m3stack.train.plot import loss_plot
-from m3stack.train.recipe import finding_recipe, main_recipe
+from m3stack.train.recipe import main_recipe
 
 STATE_FILE, LOG_FILE, PLOT_FILE = "state.pt", "train.jsonl", "loss.svg"
 
@@ -48,7 +48,6 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--save-every", type=float, default=60.0, metavar="SECONDS")
     parser.add_argument("--weights", type=Path, default=None, help="model.safetensors to start at")
     parser.add_argument("--peak-rate", type=float, default=1e-3)
-    parser.add_argument("--recipe", choices=("main", "finding"), default="main")
     parser.add_argument(
         "--graphs", action="store_true", help="steps as CUDA graphs, where there is a GPU"
     )
@@ -68,10 +67,7 @@ def main(argv: Sequence[str]) -> int:
     config_object = tiny.config_object()
     config, device = M3Config.from_object(config_object), torch.device(arguments.device)
     tokens, rate = arguments.batch_tokens, arguments.peak_rate
-    if arguments.recipe == "main":
-        recipe = main_recipe(tokens, longest=arguments.longest, peak_rate=rate)
-    else:
-        recipe = finding_recipe(tokens, peak_rate=rate)
+    recipe = main_recipe(tokens, longest=arguments.longest, peak_rate=rate)
     tokenizer = directory / "tokenizer.json"
     source: Source = BatchMaker(Encoder(tokenizer), recipe.seed).make
     if arguments.processes:

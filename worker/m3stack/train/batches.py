@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from m3stack.train import drills, hints, needles, pictures, text_tasks
+from m3stack.train import drills, needles, pictures, text_tasks
 from m3stack.train.encode import Encoded, Encoder, Media, Turn, patches_of
 
 SHORT_TOKENS = 1024
@@ -23,6 +23,9 @@ NO_ANSWER = -1
 
 NEEDLE_THOUSANDS = (1, 2, 4, 8, 16, 32, 64)
 """Thousands of tokens of the long documents."""
+
+NEEDLES_OF = {1: (6, 10), 2: (14, 24), 4: (16, 28), 8: (16, 28)}
+"""Fewest and most passwords of a document of so many thousand tokens; longer ones have more."""
 
 SKILLS = (
     *("arithmetic", "clip_colour", "clip_flashes", "clip_motion", "clip_order", "copy"),
@@ -54,11 +57,6 @@ class BatchKind:
     is_needle: bool = False
     is_drill: bool = False
 
-    @property
-    def has_sources(self) -> bool:
-        """Whether its batches know where answers were said before."""
-        return self.is_needle or self.is_drill
-
 
 @dataclass(frozen=True, slots=True)
 class Batch:
@@ -71,8 +69,8 @@ class Batch:
         targets_S: int64, those tokens.
         answers_S: int64, number of the answer each belongs to.
         skills_A: int64, number in `SKILLS` of each answer's skill.
-        sources_S: int64, for every prediction of a kind with sources: where in its sequence the
-            same was said before; -1 for none.
+        told_rows_N: int64, rows of the step whose next token was said before, by the text.
+        sources_N: int64, where in its sequence that was.
         patches: grid -> uint8 [items * t*h*w, values] of all items of that grid.
         media_rows: grid -> int64, rows of the step that the items' features replace.
     """
@@ -83,7 +81,8 @@ class Batch:
     targets_S: Tensor
     answers_S: Tensor
     skills_A: Tensor
-    sources_S: Tensor
+    told_rows_N: Tensor
+    sources_N: Tensor
     patches: Mapping[tuple[int, int, int], Tensor]
     media_rows: Mapping[tuple[int, int, int], Tensor]
 
@@ -96,7 +95,8 @@ class Batch:
             targets_S=change(self.targets_S),
             answers_S=change(self.answers_S),
             skills_A=change(self.skills_A),
-            sources_S=change(self.sources_S),
+            told_rows_N=change(self.told_rows_N),
+            sources_N=change(self.sources_N),
             patches={grid: change(x) for grid, x in self.patches.items()},
             media_rows={grid: change(x) for grid, x in self.media_rows.items()},
         )
@@ -116,7 +116,6 @@ class BatchMaker:
 
     def __init__(self, encoder: Encoder, seed: int) -> None:
         self._encoder, self._seed = encoder, seed
-        (self._is,) = encoder.text_ids(" is")
         self._sentences = needles.plain_sentences()
         self._sentence_ids = [encoder.text_ids(f" {text}") for text in self._sentences]
         self._lengths = [len(ids) for ids in self._sentence_ids]
@@ -135,7 +134,7 @@ class BatchMaker:
                 rows.append(
                     self._short_row(rng, kind.num_tokens, has_media=row < kind.num_media_rows)
                 )
-        return collate(rows, kind, asked_after=None if kind.is_drill else self._is)
+        return collate(rows, kind)
 
     def _short_row(self, rng: random.Random, num_tokens: int, *, has_media: bool) -> Encoded:
         mode = rng.choices(("disabled", "adaptive", "enabled"), (6, 2, 2))[0]
@@ -197,7 +196,8 @@ class BatchMaker:
 
     def _needle_row(self, rng: random.Random, num_tokens: int) -> Encoded:
         # many questions a document: a single one would hardly teach to search
-        num_needles = rng.randint(8, 12) if num_tokens < 2048 else rng.randint(16, 28)
+        fewest, most = NEEDLES_OF.get(num_tokens // 1024, (40, 60))
+        num_needles = rng.randint(fewest, most)
         reserve = 100 + 45 * num_needles
         encoded = self._encoder.opening("disabled")
         stack = needles.haystack(
@@ -235,16 +235,13 @@ def _thinking(turns: list[Turn], *, thinks: bool = True) -> list[Turn]:
     ]
 
 
-def collate(rows: list[Encoded], kind: BatchKind, *, asked_after: int | None = None) -> Batch:
-    """Rows side by side, cut or padded to the batch's length.
-
-    Args:
-        asked_after: what stands before a token whose source is told; None is anything.
-    """
+def collate(rows: list[Encoded], kind: BatchKind) -> Batch:
+    """Rows side by side, cut or padded to the batch's length."""
     length = kind.num_tokens
     ids = np.empty((len(rows), length), np.int64)
     answers = np.full((len(rows), length), NO_ANSWER, np.int64)
     skills: list[str] = []
+    told: list[tuple[int, int]] = []
     stills: dict[tuple[int, int, int], list[Media]] = {}
     places: dict[tuple[int, int, int], list[int]] = {}
     for index, row in enumerate(rows):
@@ -254,6 +251,7 @@ def collate(rows: list[Encoded], kind: BatchKind, *, asked_after: int | None = N
         numbered = np.array(row.answer[:count])
         answers[index, :count] = np.where(numbered >= 0, numbered + len(skills), NO_ANSWER)
         skills += row.skills
+        told += [(index * length + at - 1, source) for at, source in row.sources if at < count]
         runs = iter(row.runs)
         for item in row.media:
             grid = item.grid_thw
@@ -264,18 +262,15 @@ def collate(rows: list[Encoded], kind: BatchKind, *, asked_after: int | None = N
                 slots += range(index * length + start, index * length + start + many)
     # row t predicts token t + 1
     row_index, column = np.nonzero(answers[:, 1:] >= 0)
-    sources = np.full(row_index.shape, -1, np.int64)
-    for row in range(len(rows) if kind.has_sources else 0):
-        mine = np.nonzero(row_index == row)[0]
-        predicted = (column[mine] + 1).tolist()
-        sources[mine] = hints.sources(ids[row].tolist(), predicted, asked_after)
+    told_rows, sources = torch.tensor(told, dtype=torch.int64).view(-1, 2).unbind(1)
     return Batch(
         ids_T=torch.from_numpy(ids.reshape(-1)),
         kind=kind,
         loss_rows_S=torch.from_numpy(row_index * length + column),
         targets_S=torch.from_numpy(ids[row_index, column + 1]),
         answers_S=torch.from_numpy(answers[row_index, column + 1]),
-        sources_S=torch.from_numpy(sources),
+        told_rows_N=told_rows.contiguous(),
+        sources_N=sources.contiguous(),
         skills_A=torch.tensor([_NUMBERS[name] for name in skills], dtype=torch.int64),
         patches={
             grid: torch.from_numpy(np.concatenate([patches_of(item) for item in items]))

@@ -25,11 +25,20 @@ from m3stack.train.loader import Loader
 from m3stack.train.loop import Budget, Trainer, fast_operations, initial_student
 from m3stack.train.model import Student
 from m3stack.train.operations import Selection
-from m3stack.train.probes import index_recall, skill_scores, vision_mass
+from m3stack.train.probes import (
+    any_and_answering,
+    index_recall,
+    skill_scores,
+    telling,
+    vision_mass,
+)
 from m3stack.train.recipe import Recipe, arm_recipe, selection_recipe
 
 PROBE_SEED = 4711
 """Of documents that no training has seen."""
+
+TEXT_SKILLS = ("arithmetic", "copy", "needle_short", "text_qa", "tool_call", "tool_result")
+"""Whose loss over a run is written down."""
 
 HEAT_CELLS = 64
 """Side of a heat-map as it is written down."""
@@ -63,7 +72,8 @@ def build_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m m3stack.train.compare", description=__doc__)
     parser.add_argument("directory", type=Path, help="of a trained checkpoint")
     parser.add_argument("out", type=Path, help="file that a JSON line a finding is appended to")
-    parser.add_argument("--seconds", type=float, default=60.0, help="of every run")
+    parser.add_argument("--seconds", type=float, default=60.0, help="of a run with a new index")
+    parser.add_argument("--arm-seconds", type=float, default=60.0, help="of the run from step 0")
     parser.add_argument("--batch-tokens", type=int, default=32_768)
     parser.add_argument("--longest", type=int, default=64, help="documents of so many k tokens")
     parser.add_argument("--processes", type=int, default=0, help="that make data; 0: this one")
@@ -116,23 +126,23 @@ def main(argv: Sequence[str]) -> int:
     taken: dict[str, int] = {}
     for run, source in zip(runs, sources, strict=True):
         start = dict(weights)
-        if run.name == "own_no_loss":
-            start = _with_fresh_index(start, bench.config)
-        elif run.name in ("step_0", "text_first"):
+        is_arm = run.name in ("step_0", "text_first")
+        if is_arm:
             start = dict(tiny.initial_weights(bench.config))
+        else:
+            start = _with_fresh_index(start, bench.config)
         records: list[dict[str, Any]] = []
         student = bench.student(start)
-        trainer = Trainer(
-            student, run, source or maker.make, records.append, report_s=1e9, uses_graphs=True
-        )
-        budget = Budget(1 << 40, arguments.seconds)
-        if run.name == "text_first":
-            # as many steps as the other arm took: text alone is cheaper
-            budget = Budget(taken["step_0"])
+        trainer = Trainer(student, run, source or maker.make, records.append, uses_graphs=True)
+        budget = Budget(1 << 40, arguments.arm_seconds if is_arm else arguments.seconds)
+        # as many steps as the run that it stands beside
+        model_run = {"text_first": "step_0", "own_no_loss": "own", "shared": "own"}.get(run.name)
+        if model_run is not None:
+            budget = Budget(taken[model_run])
         trainer.run(budget)
         taken[run.name] = trainer.step
-        if run.name in ("step_0", "text_first"):
-            finding = text_and_vision(bench, student)
+        if is_arm:
+            finding = text_and_vision(bench, student) | {"curve": text_losses(records)}
         else:
             finding = recalls(bench, student) | needle_scores(bench, student, run)
         seconds = round(trainer.elapsed_s, 1)
@@ -158,10 +168,12 @@ def found_needles(bench: Bench, student: Student, *, longest: int) -> None:
 
 
 def recalls(bench: Bench, student: Student) -> dict[str, Any]:
-    """Index recall of every sparse layer, by each way to choose."""
+    """Index recall by sparse layer and group, by each way to choose, over two sets of rows."""
     batch = bench.batch(9, needle_kind(bench.thousands, 1))
+    rows = {"recall": any_and_answering(batch), "telling": telling(batch)}
     return {
-        f"recall_{selection.name.lower()}": index_recall(student, batch, selection)
+        f"{name}_{selection.name.lower()}": index_recall(student, batch, selection, positions)
+        for name, positions in rows.items()
         for selection in (Selection.OWN, Selection.SHARED, Selection.RANDOM)
     }
 
@@ -170,7 +182,16 @@ def needle_scores(bench: Bench, student: Student, run: Recipe) -> dict[str, Any]
     """Passwords found with the selection that the run trained with."""
     thousands = min(4, bench.thousands)
     batches = [bench.batch(20 + n, needle_kind(thousands, 4)) for n in range(2)]
-    return skill_scores(student, batches, run.phases[0].selection)
+    return skill_scores(student, batches, run.phases[-1].selection)
+
+
+def text_losses(records: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Loss a token of every text skill, by step."""
+    return [
+        {"step": record["step"]}
+        | {name: record["skills"][name]["loss"] for name in TEXT_SKILLS if name in record["skills"]}
+        for record in records
+    ]
 
 
 def text_and_vision(bench: Bench, student: Student) -> dict[str, Any]:

@@ -6,24 +6,27 @@ from __future__ import annotations
 
 import random
 
-from m3stack.models.minimax_m3 import tiny_tokenizer
-from m3stack.train import needles, text_tasks, words
+from m3stack.train import hints, needles, text_tasks, words
 from m3stack.train.encode import Encoded, Encoder
 
 DRILL_TOKENS = 256
 
 
 def drill_row(rng: random.Random, encoder: Encoder, sentences: list[str]) -> Encoded:
-    """Random tokens said again, or facts among plain sentences said again in another order."""
-    if rng.random() < 0.4:
-        return _random_tokens(rng)
-    return _facts(rng, encoder, sentences)
+    """Nouns said again in the same order, or facts among plain sentences in another."""
+    make = _nouns if rng.random() < 0.4 else _facts
+    encoded = make(rng, encoder, sentences)
+    predicted = [at for at, number in enumerate(encoded.answer) if number >= 0]
+    sources = hints.sources(encoded.ids, predicted)
+    pairs = zip(predicted, sources, strict=True)
+    encoded.sources += [(at, source) for at, source in pairs if source >= 0]
+    return encoded
 
 
-def _random_tokens(rng: random.Random) -> Encoded:
+def _nouns(rng: random.Random, encoder: Encoder, _sentences: list[str]) -> Encoded:
+    nouns = [token for noun in words.NOUNS for token in encoder.text_ids(f" {noun}")]
     count = rng.randint(8, DRILL_TOKENS // 2 - 16)
-    said = rng.choices(range(tiny_tokenizer.BASE_TOKENS), k=count)
-    before = rng.choices(range(tiny_tokenizer.BASE_TOKENS), k=rng.randint(0, 24))
+    said, before = rng.choices(nouns, k=count), rng.choices(nouns, k=rng.randint(0, 24))
     encoded = Encoded([*before, *said], [-1] * (len(before) + count), ["drill_copy"])
     # the first word alone does not tell that it was said before
     encoded.ids += said

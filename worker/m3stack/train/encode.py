@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import re
+from array import array
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from itertools import pairwise
@@ -99,6 +100,8 @@ class Turn:
     Attributes:
         role: user, assistant or tool.
         skill: what an assistant's turn is an example of; turns without one carry no loss.
+        told, value: the sentence of an earlier message that tells the answer, and the words of it
+            that stand at the answer's end, before its full stop; for `hints`.
     """
 
     role: str
@@ -106,6 +109,8 @@ class Turn:
     skill: str = ""
     reasoning: str = ""
     calls: tuple[Call, ...] = ()
+    told: str = ""
+    value: str = ""
 
     @property
     def text(self) -> str:
@@ -132,6 +137,7 @@ class Encoded:
         skills: skill of each answer.
         media: (position of the item's first placeholder run, item).
         runs: (first position, count) of every placeholder run, in order.
+        sources: (position of a token that is to be predicted, where it was said before).
     """
 
     ids: list[int] = field(default_factory=list)
@@ -139,6 +145,7 @@ class Encoded:
     skills: list[str] = field(default_factory=list)
     media: list[Media] = field(default_factory=list)
     runs: list[tuple[int, int]] = field(default_factory=list)
+    sources: list[tuple[int, int]] = field(default_factory=list)
 
     def copy(self) -> Encoded:
         return Encoded(
@@ -147,6 +154,7 @@ class Encoded:
             list(self.skills),
             list(self.media),
             list(self.runs),
+            list(self.sources),
         )
 
 
@@ -226,8 +234,26 @@ class Encoder:
         if turn.skill:
             number = len(encoded.skills)
             encoded.skills.append(turn.skill)
+        if turn.told:
+            encoded.sources += self._sources(encoded.ids, turn, answer)
         self._append(encoded, self.text_ids(answer + _END), number)
         self._append(encoded, self.text_ids("\n"))
+
+    def _sources(self, ids: list[int], turn: Turn, answer: str) -> Iterator[tuple[int, int]]:
+        """Where each token of the value will stand, and where it was told."""
+        value = self.text_ids(f" {turn.value}")
+        first = len(ids) + len(self.text_ids(answer.removesuffix(f" {turn.value}.")))
+        # a sentence begins with a space, but for the first of a message; the last one's full stop
+        # is one token with the line's end
+        for begin in (" ", ""):
+            told = self.text_ids(begin + turn.told.removesuffix("."))
+            at = last_run(ids, told)
+            if at >= 0:
+                at += last_run(told, value)
+                yield from zip(
+                    range(first, first + len(value)), range(at, at + len(value)), strict=True
+                )
+                return
 
     def _media(self, encoded: Encoded, item: Media, before: str) -> Iterator[list[int]]:
         patches, height, width = item.grid_thw
@@ -262,6 +288,18 @@ class Encoder:
             at = ranks.index(best)
             parts[at : at + 2] = [parts[at] + parts[at + 1]]
         return [self._vocab[part] for part in parts]
+
+
+def last_run(ids: list[int], run: list[int]) -> int:
+    """Where a run of ids stands for the last time, or -1."""
+    there, wanted = (array("i", values).tobytes() for values in (ids, run))
+    size, end = array("i").itemsize, len(there)
+    while (at := there.rfind(wanted, 0, end)) % size:
+        if at < 0:
+            return -1
+        # ids begin at multiples of their size alone
+        end = at + len(wanted) - 1
+    return at // size
 
 
 def opening_text(mode: str, tools: tuple[Mapping[str, Any], ...]) -> str:

@@ -34,17 +34,20 @@ class Capacity:
 
     Attributes:
         predictions: loss rows.
+        hints: rows with a hint.
         items: stills or clips of every grid.
     """
 
     predictions: int
+    hints: int
     items: dict[Grid, int]
 
     @classmethod
     def above(cls, batch: Batch) -> Capacity:
         """Enough for batches like this one."""
         return cls(
-            int(batch.loss_rows_S.shape[0] * PREDICTIONS_MARGIN) + MORE_PREDICTIONS,
+            _with_room(batch.loss_rows_S),
+            _with_room(batch.told_rows_N),
             {
                 grid: int(patches.shape[0] // _patches(grid) * ITEMS_MARGIN) + MORE_ITEMS
                 for grid, patches in batch.patches.items()
@@ -53,7 +56,9 @@ class Capacity:
 
     def fits(self, batch: Batch) -> bool:
         """Whether the batch can be copied into the buffers."""
-        return batch.loss_rows_S.shape[0] <= self.predictions and all(
+        fits = batch.loss_rows_S.shape[0] <= self.predictions
+        fits = fits and batch.told_rows_N.shape[0] <= self.hints
+        return fits and all(
             patches.shape[0] <= self.items.get(grid, 0) * _patches(grid)
             for grid, patches in batch.patches.items()
         )
@@ -103,7 +108,8 @@ class Buffers:
             targets_S=room(batch.targets_S, capacity.predictions),
             answers_S=batch.answers_S,
             skills_A=batch.skills_A,
-            sources_S=room(batch.sources_S, capacity.predictions),
+            told_rows_N=room(batch.told_rows_N, capacity.hints),
+            sources_N=room(batch.sources_N, capacity.hints),
             patches={grid: room(x, item_rows(grid)) for grid, x in batch.patches.items()},
             media_rows={
                 grid: room(x, item_rows(grid) * x.shape[0] // batch.patches[grid].shape[0])
@@ -129,8 +135,11 @@ class Buffers:
         ):
             buffer[:count].copy_(values)
             buffer[count:].zero_()
-        held.sources_S[:count].copy_(batch.sources_S)
-        held.sources_S[count:].fill_(-1)
+        hinted = batch.sources_N.shape[0]
+        held.told_rows_N[:hinted].copy_(batch.told_rows_N)
+        held.told_rows_N[hinted:].zero_()
+        held.sources_N[:hinted].copy_(batch.sources_N)
+        held.sources_N[hinted:].fill_(-1)
         self.weights_S[:count].fill_(1.0)
         self.weights_S[count:].zero_()
         for grid, buffer in held.patches.items():
@@ -245,3 +254,7 @@ class GraphedStep:
 
 def _patches(grid: Grid) -> int:
     return grid[0] * grid[1] * grid[2]
+
+
+def _with_room(rows: Tensor) -> int:
+    return int(rows.shape[0] * PREDICTIONS_MARGIN) + MORE_PREDICTIONS

@@ -215,6 +215,7 @@ class Trainer:
         has_index_loss = layout.loss_positions_RS is not None
         key = (batch.kind, layout.selection, has_index_loss, layout.has_hints)
         if key not in self._graphs:
+            self._drop_graphs_unlike(key)
             zero = partial(self.optimizer.zero_grad, set_to_none=True)
             try:
                 # the steps that it takes are none of the run's
@@ -231,6 +232,15 @@ class Trainer:
             return None
         self._graphed_steps += 1
         return graph.run(batch, layout.loss_positions_RS)
+
+    def _drop_graphs_unlike(self, key: tuple[BatchKind, Selection, bool, bool]) -> None:
+        """Frees the graphs of earlier phases: each holds the memory of a whole step."""
+        stale = [other for other in self._graphs if other[1:] != key[1:]]
+        if stale:
+            torch.cuda.synchronize(self.student.device)
+            for other in stale:
+                del self._graphs[other]
+            torch.cuda.empty_cache()
 
     def _update(self) -> Tensor:
         """Clips the gradients and applies them, unless one is not finite."""

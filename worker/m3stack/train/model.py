@@ -82,8 +82,8 @@ class Student:
     def logits(self, batch: Batch, layout: Layout, rows_S: Tensor | None = None) -> Tensor:
         """fp32 logits of the batch's loss rows, or of other rows; the batch is on the device."""
         told = None
-        if layout.has_hints and batch.kind.has_sources:
-            told = Hints(batch.loss_rows_S, batch.sources_S)
+        if layout.has_hints:
+            told = Hints(batch.told_rows_N, batch.sources_N)
         rows, caches = self.operations.begin(layout, self.device, told)
         ids_T = batch.ids_T
         step = DeviceBatch(

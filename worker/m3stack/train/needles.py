@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from dataclasses import dataclass
+from functools import cache
 
 from m3stack.train import words
 from m3stack.train.encode import Turn
@@ -54,14 +55,30 @@ def answer(owner: str, password: str) -> str:
 
 
 def secrets(rng: random.Random, count: int, *, held_out: bool = False) -> list[tuple[str, str]]:
-    """Owners, all different, and their passwords; held-out pairs or none of them."""
+    """Owners, all different, and their passwords.
+
+    A password is two words. The first is that of no other, so that the second can be found by it;
+    so an answer takes two finds, and who finds by chance must be lucky twice. Owner and first word
+    are a pair that is held out, and so are the two words, or neither is.
+    """
     pairs: list[tuple[str, str]] = []
+    taken: set[str] = set()
     for owner in rng.sample(words.NOUNS, count):
-        password = rng.choice(words.NOUNS)
-        while password == owner or words.is_held_out(owner, password) != held_out:
-            password = rng.choice(words.NOUNS)
-        pairs.append((owner, password))
+        firsts = [word for word in _partners(owner, held_out) if word not in taken]
+        if not firsts:
+            return secrets(rng, count, held_out=held_out)
+        first = rng.choice(firsts)
+        taken.add(first)
+        seconds = [word for word in _partners(first, held_out) if word != owner]
+        pairs.append((owner, f"{first} {rng.choice(seconds)}"))
     return pairs
+
+
+@cache
+def _partners(word: str, held_out: bool) -> tuple[str, ...]:
+    """Nouns that make a pair with a word, one that is held out or one that is not."""
+    nouns = (noun for noun in words.NOUNS if noun != word)
+    return tuple(noun for noun in nouns if words.is_held_out(word, noun) == held_out)
 
 
 def question_turns(
@@ -71,7 +88,10 @@ def question_turns(
     turns: list[Turn] = []
     for owner, password in rng.sample(hidden, min(count, len(hidden))):
         turns.append(Turn("user", (question(owner),)))
-        turns.append(Turn("assistant", (answer(owner, password),), skill=skill))
+        told = needle(owner, password)
+        turns.append(
+            Turn("assistant", (answer(owner, password),), skill, told=told, value=password)
+        )
     return turns
 
 

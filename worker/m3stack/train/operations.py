@@ -208,7 +208,7 @@ class Operations:
         self, q_THD: Tensor, pages: LayerPages, rows: PagedRows, scale: float
     ) -> Tensor:
         q, k, v = self._sequences(q_THD), self._keys(pages.k_PGBD), self._keys(pages.v_PGBD)
-        if self._told is not None and self._layout.num_tokens <= hints.DENSE_TOKENS:
+        if self._told is not None:
             self.tape.hint_losses += hints.lag_losses(q, k, scale)
         return self._attend(q, k, v, None)
 

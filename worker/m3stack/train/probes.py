@@ -20,17 +20,19 @@ HEAT_TOKENS = 256
 
 @torch.no_grad()
 def index_recall(
-    student: Student, batch: Batch, selection: Selection, *, num_rows: int = 512
-) -> list[float]:
-    """Share of the true attention mass that lies in the chosen blocks, for every sparse layer.
+    student: Student, batch: Batch, selection: Selection, positions: Tensor
+) -> list[list[float]]:
+    """Share of the true attention mass that lies in the chosen blocks, by sparse layer and group.
 
-    Half of the rows are any, half are those that predict an answer. Attention is full in the
-    layers themselves, so that the true mass is what a perfect choice would have to cover.
+    Attention is full in the layers themselves, so that the true mass is what a perfect choice
+    would have to cover.
+
+    Args:
+        positions: int64 [R, S], rows of each sequence that are looked at.
     """
     config, kind = student.config, batch.kind
-    positions = loss_positions(batch, num_rows, seed=1)
     pick = torch.arange(kind.num_rows, device=positions.device)[:, None]
-    found: list[float] = []
+    found: list[list[float]] = []
 
     def probe(q: Tensor, k: Tensor, index_q: Tensor, index_k: Tensor) -> None:
         blocks = sparse.choose(
@@ -42,20 +44,36 @@ def index_recall(
             generator=_generator(positions) if selection is Selection.RANDOM else None,
         )
         blocks = blocks.transpose(1, 2)[pick, positions].transpose(1, 2)
-        total, count = 0.0, 0
+        total_G = torch.zeros(config.num_kv_heads, device=q.device)
         shares_of = sparse.attention_shares(q[pick, positions], k, positions, config.head_dim**-0.5)
         for start, shares in shares_of:
             by_block = shares.unflatten(-1, (-1, config.block_tokens)).sum(-1)
             chosen = blocks[:, :, start : start + shares.shape[2]]
             kept = by_block.gather(-1, chosen.clamp(min=0)).masked_fill(chosen < 0, 0.0)
-            total += float(kept.sum())
-            count += kept[..., 0].numel()
-        found.append(round(total / count, 4))
+            total_G += kept.sum((0, 2, 3))
+        mean_G = total_G / positions.numel()
+        found.append([round(share, 4) for share in mean_G.tolist()])
 
     layout = Layout(kind.num_rows, kind.num_tokens, Selection.ALL, probe=probe)
     with student.autocast:
         student.logits(batch, layout)
     return found
+
+
+def any_and_answering(batch: Batch, num_rows: int = 512) -> Tensor:
+    """Rows of each sequence, int64 [R, S]: half are any, half predict an answer."""
+    return loss_positions(batch, num_rows, seed=1)
+
+
+def telling(batch: Batch) -> Tensor:
+    """Rows that predict what the text has told, int64 [R, S], as many of each sequence."""
+    length = batch.kind.num_tokens
+    rows = [
+        batch.told_rows_N[batch.told_rows_N // length == row] % length
+        for row in range(batch.kind.num_rows)
+    ]
+    fewest = min(len(mine) for mine in rows)
+    return torch.stack([mine[:fewest] for mine in rows])
 
 
 @torch.no_grad()

@@ -93,7 +93,8 @@ def main_recipe(
     """The shipped model: dense warm-up, then sparse; text, pictures and clips from step 0.
 
     Drills first teach to find what was said before, then passwords are asked for in documents no
-    longer than everyday conversations, then in longer and longer ones.
+    longer than everyday conversations, then in longer and longer ones. Up to the first third of
+    the sparse steps some heads are told where to look.
 
     Args:
         tokens: of a batch.
@@ -112,33 +113,13 @@ def main_recipe(
     dense, own = Selection.ALL, Selection.OWN
     return Recipe(
         phases=(
-            Phase(0.15, mix(0.35, 0.15, 1, 1), dense),
-            Phase(0.35, mix(0.10, 0.25, 1, 8), dense),
-            Phase(0.60, mix(0.05, 0.25, 2, 16), dense),
-            Phase(0.85, mix(0.03, 0.20, 2, 16), own),
-            Phase(1.00, mix(0.02, 0.20, 4, 64), own),
+            Phase(0.10, mix(0.30, 0.20, 1, 1), dense, has_hints=True),
+            Phase(0.25, mix(0.10, 0.30, 1, 8), dense, has_hints=True),
+            Phase(0.40, mix(0.04, 0.30, 2, 32), dense, has_hints=True),
+            Phase(0.60, mix(0.02, 0.30, 2, 32), own, has_hints=True),
+            Phase(1.00, mix(0.02, 0.30, 4, 64), own),
         ),
         peak_rate=peak_rate,
-    )
-
-
-def finding_recipe(tokens: int, *, peak_rate: float = 1e-3) -> Recipe:
-    """What follows it: some heads are told where the answer was said, until they find it."""
-    kinds = _kinds(tokens, 0.66)
-
-    def phase(until: float, selection: Selection, **shares: float) -> Phase:
-        told = tuple((share, kinds[name.removeprefix("to_")]) for name, share in shares.items())
-        return Phase(until, told, selection, has_hints=True)
-
-    return Recipe(
-        phases=(
-            phase(0.50, Selection.ALL, mixed=0.35, drill=0.35, to_1k=0.30),
-            phase(0.75, Selection.ALL, mixed=0.50, to_1k=0.25, to_4k=0.25),
-            phase(1.00, Selection.OWN, mixed=0.55, to_4k=0.25, to_16k=0.20),
-        ),
-        peak_rate=peak_rate,
-        warmup_steps=60,
-        name="finding",
     )
 
 
@@ -156,12 +137,15 @@ def arm_recipe(tokens: int, *, text_first: bool) -> Recipe:
 
 
 def selection_recipe(tokens: int, selection: Selection, *, has_index_loss: bool) -> Recipe:
-    """Sparse training continued from a dense warm-up, with another index branch."""
+    """A new index branch for a trained model: dense warm-up, then sparse, as in `main_recipe`."""
     kinds = _kinds(tokens, 0.6)
-    mix = ((0.9, kinds["mixed"]), (0.05, kinds["4k"]), (0.05, kinds["8k"]))
+    mix = ((0.7, kinds["mixed"]), (0.15, kinds["4k"]), (0.15, kinds["16k"]))
     name = f"{selection.name.lower()}{'' if has_index_loss else '_no_loss'}"
     return Recipe(
-        (Phase(1.0, mix, selection, has_index_loss),),
+        (
+            Phase(0.5, mix, Selection.ALL, has_index_loss),
+            Phase(1.0, mix, selection, has_index_loss),
+        ),
         peak_rate=1e-3,
         warmup_steps=20,
         decay_share=0.8,

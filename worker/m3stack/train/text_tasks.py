@@ -12,11 +12,12 @@ from m3stack.train.encode import Call, Turn
 Episode = list[Turn]
 
 
-def asked(question: str, answer: str, skill: str, reasoning: str = "") -> Episode:
-    """One question and its answer."""
+def asked(question: str, answer: str, skill: str, reasoning: str = "", told: str = "") -> Episode:
+    """One question and its answer, whose last word a sentence has told."""
+    value = answer.removesuffix(".").rpartition(" ")[2] if told else ""
     return [
         Turn("user", (question,)),
-        Turn("assistant", (answer,), skill=skill, reasoning=reasoning),
+        Turn("assistant", (answer,), skill, reasoning, told=told, value=value),
     ]
 
 
@@ -64,7 +65,7 @@ def passage(rng: random.Random, *, thinks: bool, held_out: bool = False) -> Epis
     turns: Episode = []
     for sentence, question, answer, _ in fitting[: rng.randint(1, 4)]:
         prompt = f"{text}\n{question}" if not turns else question
-        turns += asked(prompt, answer, "text_qa", sentence if thinks else "")
+        turns += asked(prompt, answer, "text_qa", sentence if thinks else "", told=sentence)
     if not held_out and rng.random() < 0.4:
         absent = rng.choice([name for name in words.NAMES if name not in people])
         question = rng.choice((f"Where does {absent} live?", f"What does {absent} like?"))

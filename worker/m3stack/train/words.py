@@ -23,7 +23,8 @@ PLACES = (
 NUMBERS = ("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine")
 DIRECTIONS = {"left": (-1, 0), "right": (1, 0), "up": (0, -1), "down": (0, 1)}
 
-NAMES = ("Anna", "Ben", "Tom", "Lucy", "Max", "Eva", "Leo", "Mia", "Sam", "Ida", "Ken", "Zoe")
+# each ends in a token that no other ends in
+NAMES = ("Anna", "Ben", "Tom", "Lucy", "Max", "Leo", "Sam", "Zoe", "Tim", "Jack", "Rose", "Mark")
 CITIES = ("Paris", "London", "Rome", "Berlin", "Oslo", "Madrid", "Cairo", "Lima", "Delhi", "Tokyo")
 FOODS = ("fruit", "fish", "bread", "rice", "cake", "soup", "cheese", "honey")
 ANIMALS = ("cat", "dog", "bird", "horse", "fish", "tiger", "rabbit", "mouse")
