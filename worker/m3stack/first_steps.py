@@ -28,7 +28,7 @@ DECODE_ROWS = (1, 2, 3, 4, 8, 12, 16, 24, 32, 48, 64, 96, 128)
 # tiles change between powers of two; numbers that divide by sixteen are compiled apart
 PROMPT_TOKENS = tuple(
     size + offset
-    for power in range(1, 14)
+    for power in range(1, 15)
     for size in ((1 << power), 3 << (power - 1))
     for offset in (0, 1, 5, 16)
 )

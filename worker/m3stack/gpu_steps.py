@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 _log = logging.getLogger(__name__)
 
 GPU_GRAPH_BYTES = 2 << 30
-GPU_SLOWDOWN = 1.8
+GPU_SLOWDOWN = 2.0
 GPU_FIRST_STEPS_S = 120.0
 
 
@@ -98,8 +98,7 @@ def bytes_of_steps(config: WorkerConfig, model: M3Model, limits: SchedulerLimits
     if device.type != "cuda" or config.num_pages:
         return 0
     context = context_limit(config, model.config)
-    growth = limits.max_growth if limits.growth_prefix_tokens else 1
-    num_tokens = min(limits.max_batch_tokens * growth, context)
+    num_tokens = min(limits.most_tokens, context)
     shape = page_shape(config, model.config, Hardware(device, model.embedding.dtype))
     try:
         step = run_largest_step(
@@ -154,7 +153,7 @@ def run_ahead(
     if not budget_s:
         return
     wanted = sizes(
-        max_tokens=limits.max_batch_tokens,
+        max_tokens=limits.most_tokens,
         max_sequences=limits.max_sequences,
         context_tokens=context_limit(config, model.config),
     )

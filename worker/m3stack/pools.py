@@ -167,11 +167,10 @@ def check_hot_pages(
     """Raises StartupError unless the largest step can be computed with the hot pages."""
     if not isinstance(pool, TieredPool):
         return
-    growth = limits.max_growth if limits.growth_prefix_tokens else 1
     least = hot_pages_at_least(
         pool.shape,
         num_blocks=model.topk_blocks,
-        step_tokens=limits.max_batch_tokens * growth,
+        step_tokens=limits.most_tokens,
         rows=limits.max_sequences,
     )
     if config.hot_pages < least:

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from m3stack.bench.agentic import run, shares_report
+from m3stack.bench.agentic import compiled, run, shares_report
 from m3stack.bench.agentic.arms import ARMS, grouped_experts
 from m3stack.bench.agentic.trace import TraceShape, conversations, shared_prefix
 from m3stack.kernels.interface import SharedExpert
@@ -137,6 +137,20 @@ def test_kernels_are_told_apart_by_their_names() -> None:
     }
     assert "| dense | 18 (22%) |" in shares_report.text(found, "shares.svg")
     assert shares_report.picture(found).count("us</text>") == 2
+
+
+@pytest.mark.parametrize("has_long_prompt", [True, False])
+def test_sizes_to_compile_are_within_what_the_engine_is_given(has_long_prompt: bool) -> None:
+    found = compiled.step_sizes(
+        context_tokens=70_000, num_decoding=64, has_long_prompt=has_long_prompt
+    )
+    assert len(found) == len(set(found))
+    assert max(max(size.rows) for size in found) == (16_384 if has_long_prompt else 8192)
+    for size in found:
+        assert sum(size.rows) <= size.context_tokens
+        assert len(size.rows) == 1 or max(size.rows) <= 2048
+    longest = max(size.context_tokens for size in found)
+    assert longest == (1_048_576 if has_long_prompt else 70_000)
 
 
 COMPILE_TWICE = """

@@ -193,7 +193,8 @@ def test_no_step_is_planned_beyond_twice_an_idle_one_unless_the_prompt_needs_it(
 
 @pytest.mark.parametrize("prefix", [0, 491_520, 900_000])
 def test_a_long_prompt_keeps_its_share_beside_decode(prefix: int) -> None:
-    gpu, limits, rng = Gpu(12.0, 1.0, 9.8, 0.7, 0.02), PaceLimits(1.8), random.Random(3)
+    gpu, rng = Gpu(12.0, 1.0, 9.8, 0.7, 0.02), random.Random(3)
+    limits = PaceLimits(1.8, prompt_share=0.44)
     pace = Pace(limits)
     for _ in range(12):
         pace.saw(plan(64), gpu.plain_ms / 1000)

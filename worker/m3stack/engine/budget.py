@@ -44,6 +44,11 @@ class SchedulerLimits:
         assert self.max_growth >= 1
         assert self.max_restored_pages >= 1
 
+    @property
+    def most_tokens(self) -> int:
+        """Of any step."""
+        return self.max_batch_tokens * (self.max_growth if self.growth_prefix_tokens else 1)
+
     def step_tokens(self, *, num_decoding: int, prefix_tokens: int) -> int:
         """Most tokens of a step.
 

@@ -43,7 +43,7 @@ class PaceLimits:
     """
 
     slowdown: float
-    prompt_share: float = 0.44
+    prompt_share: float = 0.40
     min_tokens: int = 128
 
     def __post_init__(self) -> None:

@@ -1,4 +1,7 @@
-"""How many kernels Triton compiled while something was timed: such time is the compiler's."""
+"""What is compiled before time is taken, and how many kernels still were while it was.
+
+Time in which Triton compiles is the compiler's, not an arm's.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +9,33 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib.util import find_spec
+
+from m3stack.first_steps import PROMPT_TOKENS, StepSize
+
+# the largest step beside decode, alone, and of a long prompt alone
+MOST_MIXED_TOKENS, MOST_TOKENS, MOST_GROWN_TOKENS = 2048, 8192, 16_384
+LONG_PROMPT_TOKENS = 1_048_576
+
+
+def step_sizes(*, context_tokens: int, num_decoding: int, has_long_prompt: bool) -> list[StepSize]:
+    """Steps with prompts of all sizes that come up; those without are recorded while warming up.
+
+    Args:
+        context_tokens: of the conversations.
+        num_decoding: of them that decode beside prompts, at most.
+        has_long_prompt: whether one of a million tokens is computed as well.
+    """
+    places = [(context_tokens, MOST_TOKENS)]
+    if has_long_prompt:
+        places.append((LONG_PROMPT_TOKENS, MOST_GROWN_TOKENS))
+    found: list[StepSize] = []
+    for context, most in places:
+        for tokens in sorted({min(tokens, most) for tokens in PROMPT_TOKENS}):
+            found.append(StepSize((tokens,), context))
+            if tokens <= MOST_MIXED_TOKENS:
+                for decoding in (2, num_decoding - 1):
+                    found.append(StepSize((*(1,) * decoding, tokens), context))
+    return found
 
 
 @dataclass(slots=True)

@@ -23,14 +23,14 @@ import torch
 
 from m3stack.bench.agentic import beside, full_cache, shares, tier
 from m3stack.bench.agentic.arms import ARMS
-from m3stack.bench.agentic.compiled import counted
+from m3stack.bench.agentic.compiled import counted, step_sizes
 from m3stack.bench.agentic.models import Models, truncated, without_dense_layers
 from m3stack.bench.agentic.replay import Replay, ReplayError
 from m3stack.bench.agentic.report import write_report
 from m3stack.bench.agentic.trace import TraceShape, conversations, shared_prefix
 from m3stack.bench.agentic.worker import Sizes, page_shape, running_engine
 from m3stack.checkpoints import builtin_checkpoint
-from m3stack.first_steps import Bounds, run_first_steps, sizes
+from m3stack.first_steps import Bounds, run_first_steps
 from m3stack.gpu_steps import GPU_SLOWDOWN
 from m3stack.kernels.build import KernelUnavailableError
 from m3stack.memory_plan import released_model_config
@@ -40,10 +40,7 @@ CONCURRENCIES = (1, 2, 4, 8, 16, 32, 64)
 SPARSE_LAYERS = 4
 # arms whose kernels no other arm has
 COMPILED = ("full", "full_bf16", "portable", "portable_mxfp8", "dense", "query_major")
-# a step of a long prompt alone grows to that
-MOST_TOKENS = 16_384
 COMPILING_S = 600.0
-LONGEST_TOKENS, LONGEST_TRACE_TOKENS = 1_048_576, 81_920
 TOY = TraceShape(shared=300, new=(10, 40), output=(4, 10), turns=2)
 TOY_BESIDE = beside.BesideShape(
     decoding=2,
@@ -90,17 +87,19 @@ class Bench:
         share, _, of = (arguments.compile_only or "0/1").partition("/")
         self.share = int(share), int(of)
 
-    def compile(self, arm_name: str, *, context_tokens: int) -> None:
+    def compile(self, arm_name: str) -> None:
         """Runs steps of all sizes of an arm, for what is compiled at first use."""
         model = self.models.get(ARMS[arm_name])
-        most = max([*self.arguments.concurrency, 64])
-        wanted = list(
-            sizes(max_tokens=MOST_TOKENS, max_sequences=most, context_tokens=context_tokens)
+        wanted = step_sizes(
+            context_tokens=self.shape.longest,
+            num_decoding=max([*self.arguments.concurrency, 64]),
+            # the other parts run in the whole arms alone
+            has_long_prompt=arm_name.startswith("full"),
         )
-        share, of = self.share
         shape = page_shape(model.config, model.embedding.dtype)
+        number, of = self.share
         began_at = time.monotonic()
-        count = run_first_steps(model, shape, wanted[share::of], Bounds(COMPILING_S))
+        count = run_first_steps(model, shape, wanted[number::of], Bounds(COMPILING_S))
         say(f"{arm_name:16} {count} sizes of steps run in {time.monotonic() - began_at:.1f} s")
 
     def trace(self, arm_name: str, runs: Sequence[tuple[int, int]]) -> None:
@@ -223,9 +222,11 @@ def main(argv: Sequence[str]) -> int:
         # a model this small only loses time by sharing its operations between threads
         torch.set_num_threads(1)
     able = [name for name, arm in ARMS.items() if device.type == "cuda" or not arm.needs_cuda]
-    named = [name.partition(":")[0] for name in (*(arguments.arms or able), *arguments.parts)]
-    unable = sorted(name for name in named if name in ARMS and name not in able)
-    unable += sorted(set(named) - {"trace", *ARMS, *PARTS})
+    parts: list[str] = []
+    for part in arguments.parts:
+        parts += (arguments.arms or able) if part == "trace" else [part]
+    named = {part.partition(":")[0] for part in parts}
+    unable = sorted(named & (ARMS.keys() - set(able))) + sorted(named - {*ARMS, *PARTS})
     if unable:
         print(
             f"m3stack bench agentic: no {', '.join(unable)} here; there are the arms "
@@ -234,19 +235,16 @@ def main(argv: Sequence[str]) -> int:
         return 2
     bench = Bench(arguments, device)
     jobs: list[tuple[str, Callable[[], None]]] = []
-    if device.type == "cuda":
-        for name in dict.fromkeys(name for name in named if name in ARMS):
-            # the parts' long prompts run in the whole arm alone
-            context = LONGEST_TOKENS if name.startswith("full") else LONGEST_TRACE_TOKENS
-            if name in COMPILED:
-                jobs.append((f"compile {name}", _compile_job(bench, name, context)))
-    for part in () if arguments.compile_only else arguments.parts:
-        if part == "trace":
-            jobs += [(name, _arm_job(bench, name)) for name in arguments.arms or able]
-        elif part.partition(":")[0] in ARMS:
-            jobs.append((part, _arm_job(bench, part)))
-        else:
-            jobs.append((part, _part_job(bench, part)))
+    compiled: set[str] = set()
+    for part in parts:
+        # the weights of one format are there at a time: what is needed is compiled just before
+        for arm in dict.fromkeys(_arms_of(part)):
+            if device.type == "cuda" and arm in COMPILED and arm not in compiled:
+                compiled.add(arm)
+                jobs.append((f"compile {arm}", _compile_job(bench, arm)))
+        if not arguments.compile_only:
+            is_arm = part.partition(":")[0] in ARMS
+            jobs.append((part, (_arm_job if is_arm else _part_job)(bench, part)))
     is_good = True
     for name, job in jobs:
         is_good &= _try(name, job)
@@ -260,6 +258,13 @@ def say(line: str) -> None:
     print(f"{time.monotonic():10.1f} {line}", flush=True)
 
 
+def _arms_of(part: str) -> tuple[str, ...]:
+    """The arms that a part runs in."""
+    name = part.partition(":")[0]
+    others = {"beside_bf16": ("full_bf16",), "shares": ("full", "dense")}
+    return (name,) if name in ARMS else others.get(name, ("full",))
+
+
 def _arm_job(bench: Bench, name: str) -> Callable[[], None]:
     arm, _, given = name.partition(":")
     runs = [(concurrency, bench.shape.turns) for concurrency in bench.arguments.concurrency]
@@ -269,8 +274,8 @@ def _arm_job(bench: Bench, name: str) -> Callable[[], None]:
     return lambda: bench.trace(arm, runs)
 
 
-def _compile_job(bench: Bench, name: str, context_tokens: int) -> Callable[[], None]:
-    return lambda: bench.compile(name, context_tokens=context_tokens)
+def _compile_job(bench: Bench, name: str) -> Callable[[], None]:
+    return lambda: bench.compile(name)
 
 
 def _part_job(bench: Bench, name: str) -> Callable[[], None]:
