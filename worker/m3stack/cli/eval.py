@@ -41,7 +41,9 @@ def build_parser() -> argparse.ArgumentParser:
         "--url", default="", help="a running gateway to ask; needles then have no control"
     )
     parser.add_argument("--device", default="cpu", help="of the worker that is started")
-    parser.add_argument("--json", type=Path, default=None, metavar="FILE", help="write the rows")
+    parser.add_argument(
+        "--json", type=Path, default=None, metavar="FILE", help="write the rows, as they come"
+    )
     parser.add_argument("--svg", type=Path, default=None, metavar="FILE", help="write a picture")
     return parser
 
@@ -66,8 +68,6 @@ def main(argv: Sequence[str]) -> int:
         print(f"m3stack eval: {error}", file=sys.stderr)
         return 1
     print(table(rows))
-    if arguments.json is not None:
-        arguments.json.write_text(json.dumps(as_json(rows), indent=1) + "\n", encoding="utf-8")
     if arguments.svg is not None:
         arguments.svg.write_text(picture(rows), encoding="utf-8")
     return 0 if all(row.reaches_bar for row in rows) else 1
@@ -92,5 +92,12 @@ def evaluate(skills: Sequence[Skill], arguments: argparse.Namespace) -> list[Row
             control_count = arguments.long_control_samples if is_long else arguments.samples
             rows.append(score(skill, count, asker, control, control_count=control_count))
             shown = rows[-1]
-            print(f"{shown.skill}: {shown.accuracy:.1%}, {shown.control}: {shown.control_accuracy}")
+            print(
+                f"{shown.skill}: {shown.accuracy:.1%}, {shown.control}: {shown.control_accuracy}",
+                flush=True,
+            )
+            # after every skill: the long ones take minutes
+            if arguments.json is not None:
+                text = json.dumps(as_json(rows), indent=1)
+                arguments.json.write_text(f"{text}\n", encoding="utf-8")
         return rows

@@ -1,5 +1,6 @@
 """`python -m m3stack.train.compare DIR OUT`: what a trained model owes to its index branch, and
-what training with pictures from step 0 gives; a few short runs and one JSON line a finding.
+what training with pictures from step 0 gives; a few short runs, one JSON line a finding, and
+heat-maps of attention in a file of the same name that ends in .svg.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from m3stack.train.loader import Loader
 from m3stack.train.loop import Budget, Trainer, fast_operations, initial_student
 from m3stack.train.model import Student
 from m3stack.train.operations import Selection
+from m3stack.train.plot import HeatMap, heat_maps
 from m3stack.train.probes import (
     any_and_answering,
     index_recall,
@@ -40,7 +42,7 @@ PROBE_SEED = 4711
 TEXT_SKILLS = ("arithmetic", "copy", "needle_short", "text_qa", "tool_call", "tool_result")
 """Whose loss over a run is written down."""
 
-HEAT_CELLS = 64
+HEAT_CELLS = 48
 """Side of a heat-map as it is written down."""
 
 
@@ -89,10 +91,18 @@ def main(argv: Sequence[str]) -> int:
     """
     arguments = build_parser().parse_args(argv)
     tokenizer, device = arguments.directory / "tokenizer.json", torch.device(arguments.device)
+    longest = min(16, arguments.longest)
     runs = [
-        selection_recipe(arguments.batch_tokens, Selection.OWN, has_index_loss=True),
-        selection_recipe(arguments.batch_tokens, Selection.OWN, has_index_loss=False),
-        selection_recipe(arguments.batch_tokens, Selection.SHARED, has_index_loss=True),
+        *(
+            selection_recipe(
+                arguments.batch_tokens, selection, has_index_loss=has_loss, longest=longest
+            )
+            for selection, has_loss in (
+                (Selection.OWN, True),
+                (Selection.OWN, False),
+                (Selection.SHARED, True),
+            )
+        ),
         arm_recipe(arguments.batch_tokens // 2, text_first=False),
         arm_recipe(arguments.batch_tokens // 2, text_first=True),
     ]
@@ -117,13 +127,14 @@ def main(argv: Sequence[str]) -> int:
         device,
         BatchMaker(Encoder(tokenizer), PROBE_SEED),
         note,
-        thousands=min(16, arguments.longest),
+        thousands=longest,
     )
     weights = load_file(arguments.directory / "model.safetensors")
     student = bench.student(weights)
     found_needles(bench, student, longest=arguments.longest)
     note({"run": "shipped", **recalls(bench, student)})
     taken: dict[str, int] = {}
+    maps: dict[str, HeatMap] = {}
     for run, source in zip(runs, sources, strict=True):
         start = dict(weights)
         is_arm = run.name in ("step_0", "text_first")
@@ -142,13 +153,17 @@ def main(argv: Sequence[str]) -> int:
         trainer.run(budget)
         taken[run.name] = trainer.step
         if is_arm:
-            finding = text_and_vision(bench, student) | {"curve": text_losses(records)}
+            finding: dict[str, Any] = text_and_vision(bench, student) | {
+                "curve": text_losses(records)
+            }
+            maps[run.name] = HeatMap(finding["heat"], finding["heat_media"])
         else:
             finding = recalls(bench, student) | needle_scores(bench, student, run)
         seconds = round(trainer.elapsed_s, 1)
         note({"run": run.name, "steps": trainer.step, "seconds": seconds, **finding})
         if source is not None:
             source.close()
+    arguments.out.with_suffix(".svg").write_text(heat_maps(maps), encoding="utf-8")
     return 0
 
 
@@ -199,13 +214,14 @@ def text_and_vision(bench: Bench, student: Student) -> dict[str, Any]:
     rows = 16 if bench.device.type == "cuda" else 1
     text = [bench.batch(n, BatchKind(rows, 1024)) for n in range(2)]
     media = bench.batch(3, BatchKind(rows, 1024, rows))
-    masses, heat = vision_mass(student, media)
+    masses, heat, is_media = vision_mass(student, media)
     cells = heat.unflatten(0, (HEAT_CELLS, -1)).mean(1).unflatten(1, (HEAT_CELLS, -1)).mean(-1)
     return {
         "text": skill_scores(student, text, Selection.ALL),
         "media": skill_scores(student, [media], Selection.ALL),
         "vision_mass": masses,
         "heat": [[round(value, 5) for value in row] for row in cells.tolist()],
+        "heat_media": is_media.unflatten(0, (HEAT_CELLS, -1)).mean(-1).tolist(),
     }
 
 

@@ -1,14 +1,16 @@
-"""Curves of training logs, as an SVG."""
+"""Curves of training logs, and maps of attention, as SVG."""
 
 from __future__ import annotations
 
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 WIDTH, HEIGHT, LEFT, TOP = 640, 300, 60, 30
+CELL = 6
 _COLOURS = ("#0969da", "#cf222e", "#1a7f37", "#8250df", "#bf8700", "#57606a")
 
 
@@ -30,6 +32,50 @@ def loss_plot(logs: Sequence[Path]) -> str:
         ],
     }
     return _chart(curves, "step", logarithmic=True)
+
+
+@dataclass(frozen=True, slots=True)
+class HeatMap:
+    """Mean attention of tokens (rows) on tokens (columns), in square cells.
+
+    Attributes:
+        cells: [N, N] shares of a row's attention.
+        media: [N] share of a cell's tokens that are a picture's.
+    """
+
+    cells: Sequence[Sequence[float]]
+    media: Sequence[float]
+
+
+def heat_maps(maps: Mapping[str, HeatMap]) -> str:
+    """Maps side by side, darker for more, by logarithm; a stroke marks a picture's columns."""
+    side = max((len(heat.cells) for heat in maps.values()), default=0) * CELL
+    width = (side + 20) * len(maps) + 20
+    parts = [
+        f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{side + 50}" '
+        'font-family="sans-serif" font-size="12">',
+        '<rect width="100%" height="100%" fill="white"/>',
+    ]
+    for index, (name, heat) in enumerate(maps.items()):
+        left, top = 20 + index * (side + 20), 30
+        parts.append(f'<text x="{left}" y="16">{name}</text>')
+        for row, line in enumerate(heat.cells):
+            for column, share in enumerate(line[: row + 1]):
+                depth = min(1.0, max(0.0, 1 + math.log10(max(share, 1e-9)) / 3))
+                if depth > 0:
+                    x, y = left + column * CELL, top + row * CELL
+                    parts.append(
+                        f'<rect x="{x}" y="{y}" width="{CELL}" height="{CELL}" '
+                        f'fill="#0969da" opacity="{depth:.2f}"/>'
+                    )
+        for column, share in enumerate(heat.media):
+            if share > 0:
+                x = left + column * CELL
+                parts.append(f'<path d="M{x} {top - 4}h{CELL}" stroke="#cf222e" stroke-width="4"/>')
+        parts.append(
+            f'<rect x="{left}" y="{top}" width="{side}" height="{side}" fill="none" stroke="#999"/>'
+        )
+    return "\n".join([*parts, "</svg>\n"])
 
 
 def _mean_loss(record: dict[str, Any]) -> float:

@@ -14,7 +14,7 @@ from m3stack.train.loop import Scores, loss_positions
 from m3stack.train.model import Student
 from m3stack.train.operations import Layout, Selection
 
-HEAT_TOKENS = 256
+HEAT_TOKENS = 96
 """Side of a heat-map."""
 
 
@@ -77,12 +77,13 @@ def telling(batch: Batch) -> Tensor:
 
 
 @torch.no_grad()
-def vision_mass(student: Student, batch: Batch) -> tuple[list[float], Tensor]:
+def vision_mass(student: Student, batch: Batch) -> tuple[list[float], Tensor, Tensor]:
     """Share of the attention of answering rows that goes to pictures and clips, a sparse layer.
 
     Returns:
         The shares, and fp32 [HEAT_TOKENS, HEAT_TOKENS]: the mean attention of the first row's
-        tokens behind the system block on one another, over layers and groups.
+        tokens around its first picture on one another, over layers and groups; and fp32
+        [HEAT_TOKENS], one where such a token is a picture's.
     """
     config, kind = student.config, batch.kind
     is_media = torch.zeros(batch.ids_T.shape[0], device=batch.ids_T.device)
@@ -111,7 +112,7 @@ def vision_mass(student: Student, batch: Batch) -> tuple[list[float], Tensor]:
     layout = Layout(kind.num_rows, kind.num_tokens, Selection.ALL, probe=probe)
     with student.autocast:
         student.logits(batch, layout)
-    return masses, heat / len(masses)
+    return masses, heat / len(masses), is_media_RL[0, window].cpu()
 
 
 @torch.no_grad()

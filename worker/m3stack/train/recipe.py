@@ -136,10 +136,17 @@ def arm_recipe(tokens: int, *, text_first: bool) -> Recipe:
     return Recipe((Phase(1.0, ((1.0, kinds["mixed"]),), dense),), name="step_0")
 
 
-def selection_recipe(tokens: int, selection: Selection, *, has_index_loss: bool) -> Recipe:
-    """A new index branch for a trained model: dense warm-up, then sparse, as in `main_recipe`."""
+def selection_recipe(
+    tokens: int, selection: Selection, *, has_index_loss: bool, longest: int
+) -> Recipe:
+    """A new index branch for a trained model: dense warm-up, then sparse, as in `main_recipe`.
+
+    Args:
+        longest: thousands of tokens of the longest documents.
+    """
     kinds = _kinds(tokens, 0.6)
-    mix = ((0.7, kinds["mixed"]), (0.15, kinds["4k"]), (0.15, kinds["16k"]))
+    medium = kinds[f"{max(1, longest // 4)}k"]
+    mix = ((0.7, kinds["mixed"]), (0.15, medium), (0.15, kinds[f"{longest}k"]))
     name = f"{selection.name.lower()}{'' if has_index_loss else '_no_loss'}"
     return Recipe(
         (
