@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -25,6 +26,34 @@ KUBERNETES = ("v1.30", "v1.37")
 
 Object = dict[str, Any]
 
+LEAST: Object = {
+    "model": {"existingClaim": "models"},
+    "gateway": {"auth": {"allowAnonymous": True}},
+}
+
+
+def changed(**paths: object) -> Object:
+    """The least values with some set, `gateway__replicas=3`."""
+    values = copy.deepcopy(LEAST)
+    for path, value in paths.items():
+        *parents, last = path.split("__")
+        place: Any = values
+        for name in parents:
+            place = place.setdefault(name, {})
+        place[last] = value
+    return values
+
+
+class _Once(yaml.SafeLoader):
+    """Refuses a mapping that names a key twice, of which YAML readers keep the one or the other."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        keys = [self.construct_object(key, deep=True) for key, _ in node.value]
+        twice = {key for key in keys if keys.count(key) > 1}
+        if twice:
+            raise yaml.constructor.ConstructorError(None, None, f"twice: {twice}", node.start_mark)
+        return super().construct_mapping(node, deep)
+
 
 def values_of(path: Path) -> Object:
     return helm.values_from_yaml(path.read_text())
@@ -42,7 +71,7 @@ def render(values: Object, *, name: str = RELEASE) -> list[Object]:
         document
         for name, text in files.items()
         if name.endswith(".yaml")
-        for document in yaml.safe_load_all(text)
+        for document in yaml.load_all(text, _Once)
     )
     return [document for document in documents if document]
 

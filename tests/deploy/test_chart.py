@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 from pathlib import Path
-from typing import Any
 
 import helm_python as helm
 import pytest
@@ -14,8 +13,10 @@ from tests.deploy.chart import (
     CHART,
     EXAMPLES,
     KUBERNETES,
+    LEAST,
     Object,
     Pod,
+    changed,
     complaints,
     of_kind,
     pods,
@@ -24,24 +25,8 @@ from tests.deploy.chart import (
     values_of,
 )
 
-LEAST: Object = {
-    "model": {"existingClaim": "models"},
-    "gateway": {"auth": {"allowAnonymous": True}},
-}
 # kinds that belong to other controllers
 CUSTOM = {"ServiceMonitor", "PrometheusRule", "LeaderWorkerSet", "ScaledObject", "HTTPRoute"}
-
-
-def changed(**paths: object) -> Object:
-    """The least values with some set, `gateway__replicas=3`."""
-    values = copy.deepcopy(LEAST)
-    for path, value in paths.items():
-        *parents, last = path.split("__")
-        place: Any = values
-        for name in parents:
-            place = place.setdefault(name, {})
-        place[last] = value
-    return values
 
 
 def example_ids(path: Path) -> str:

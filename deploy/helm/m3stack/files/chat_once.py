@@ -2,6 +2,7 @@
 
 import json
 import os
+import ssl
 import sys
 import urllib.error
 import urllib.request
@@ -18,8 +19,14 @@ request = urllib.request.Request(
 )
 if os.environ.get("M3STACK_API_KEY"):
     request.add_header("authorization", "Bearer " + os.environ["M3STACK_API_KEY"])
+context = None
+if request.type == "https":
+    context = ssl.create_default_context()
+    if os.environ.get("M3STACK_CLIENT_TLS"):
+        folder = os.environ["M3STACK_CLIENT_TLS"]
+        context.load_cert_chain(f"{folder}/tls.crt", f"{folder}/tls.key")
 try:
-    with urllib.request.urlopen(request, timeout=120) as reply:
+    with urllib.request.urlopen(request, timeout=120, context=context) as reply:
         answer = json.load(reply)
 except urllib.error.HTTPError as refusal:
     sys.exit(f"the gateway answered {refusal.code}: {refusal.read(2000).decode(errors='replace')}")

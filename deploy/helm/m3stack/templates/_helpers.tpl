@@ -2,17 +2,19 @@
 {{- default .Chart.Name .Values.nameOverride | trunc 40 | trimSuffix "-" -}}
 {{- end -}}
 
+{{/* what all names begin with: a label of a Service's name, and so short that the longest name of a
+StatefulSet, FULLNAME-worker-prefill, leaves room in 63 characters for the hash of its revision */}}
 {{- define "m3stack.fullname" -}}
-{{- if .Values.fullnameOverride -}}
-{{- .Values.fullnameOverride | trunc 40 | trimSuffix "-" -}}
-{{- else -}}
 {{- $name := include "m3stack.name" . -}}
-{{- if contains $name .Release.Name -}}
-{{- .Release.Name | trunc 40 | trimSuffix "-" -}}
-{{- else -}}
-{{- printf "%s-%s" .Release.Name $name | trunc 40 | trimSuffix "-" -}}
+{{- $full := .Values.fullnameOverride -}}
+{{- if not $full -}}
+{{- $full = contains $name .Release.Name | ternary .Release.Name (printf "%s-%s" .Release.Name $name) -}}
 {{- end -}}
+{{- $full = $full | replace "." "-" | trunc 36 | trimAll "-" -}}
+{{- if not (regexMatch "^[a-z][-a-z0-9]*$" $full) -}}
+{{- fail (printf "%s cannot begin the name of a Service, which starts with a letter: set fullnameOverride" $full) -}}
 {{- end -}}
+{{- $full -}}
 {{- end -}}
 
 {{/* labels of one part; call with (list $ "gateway") */}}
@@ -23,26 +25,62 @@ app.kubernetes.io/instance: {{ $root.Release.Name | quote }}
 app.kubernetes.io/component: {{ index . 1 | quote }}
 {{- end -}}
 
+{{/* each name stands once: the operator's labels go before the chart's, but for those that select */}}
 {{- define "m3stack.labels" -}}
 {{- $root := index . 0 -}}
-{{ include "m3stack.selector" . }}
-app.kubernetes.io/version: {{ $root.Chart.AppVersion | quote }}
-app.kubernetes.io/managed-by: {{ $root.Release.Service | quote }}
-app.kubernetes.io/part-of: m3stack
-helm.sh/chart: {{ printf "%s-%s" $root.Chart.Name $root.Chart.Version | quote }}
-{{- range $key, $value := $root.Values.commonLabels }}
-{{ $key }}: {{ $value | quote }}
-{{- end }}
+{{- $own := dict
+  "app.kubernetes.io/version" $root.Chart.AppVersion
+  "app.kubernetes.io/managed-by" $root.Release.Service
+  "app.kubernetes.io/part-of" "m3stack"
+  "helm.sh/chart" (printf "%s-%s" $root.Chart.Name $root.Chart.Version)
+-}}
+{{- $selects := include "m3stack.selector" . | fromYaml -}}
+{{ merge $selects (deepCopy $root.Values.commonLabels) $own | toYaml }}
 {{- end -}}
 
 {{/* annotations of a pod: the configuration it was started with, and the operator's own */}}
 {{- define "m3stack.podAnnotations" -}}
 {{- $root := index . 0 -}}
 {{- $part := index . 1 -}}
-checksum/config: {{ include (print $root.Template.BasePath "/" $part "/configmap.yaml") $root | sha256sum | quote }}
-{{- range $key, $value := (get $root.Values $part).podAnnotations }}
-{{ $key }}: {{ $value | quote }}
-{{- end }}
+{{- $config := include (print $root.Template.BasePath "/" $part "/configmap.yaml") $root -}}
+{{ merge (dict "checksum/config" (sha256sum $config)) (deepCopy (get $root.Values $part).podAnnotations) | toYaml }}
+{{- end -}}
+
+{{/* a part's environment, as a YAML list; call with (list OWN EXTRA): a name that the operator sets
+stands once, with the operator's value */}}
+{{- define "m3stack.env" -}}
+{{- $extra := index . 1 -}}
+{{- $named := list -}}
+{{- range $extra }}{{ $named = append $named .name }}{{ end -}}
+{{- $all := list -}}
+{{- range index . 0 }}{{ if not (has .name $named) }}{{ $all = append $all . }}{{ end }}{{ end -}}
+{{ concat $all $extra | toYaml }}
+{{- end -}}
+
+{{/* refuses settings that would contradict what else the chart writes; call with
+(list WHERE SETTINGS (dict NAME VALUE-TO-SET-INSTEAD)) */}}
+{{- define "m3stack.refuseSettings" -}}
+{{- $where := index . 0 -}}
+{{- $settings := index . 1 -}}
+{{- range $name, $instead := index . 2 -}}
+{{- if hasKey $settings $name -}}
+{{- fail (printf "%s.%s: the chart sets this, with other things that must agree: use %s" $where $name $instead) -}}
+{{- end -}}
+{{- end -}}
+{{- end -}}
+
+{{/* refuses bounds that are none; call with (list WHERE AUTOSCALING) */}}
+{{- define "m3stack.checkBounds" -}}
+{{- $scaling := index . 1 -}}
+{{- if gt (int64 $scaling.minReplicas) (int64 $scaling.maxReplicas) -}}
+{{- fail (printf "%s: minReplicas is %d, above maxReplicas, which is %d" (index . 0) (int64 $scaling.minReplicas) (int64 $scaling.maxReplicas)) -}}
+{{- end -}}
+{{- end -}}
+
+{{/* an address to listen at; call with (list $ PORT) */}}
+{{- define "m3stack.listen" -}}
+{{- $address := (index . 0).Values.listenAddress -}}
+{{- contains ":" $address | ternary (printf "[%s]" $address) $address }}:{{ index . 1 }}
 {{- end -}}
 
 {{- define "m3stack.image" -}}
@@ -126,10 +164,9 @@ checksum/config: {{ include (print $root.Template.BasePath "/" $part "/configmap
 
 {{/* labels of the pods of a part, the operator's own included */}}
 {{- define "m3stack.podLabels" -}}
-{{ include "m3stack.labels" . }}
-{{- range $key, $value := (get (index . 0).Values (index . 1)).podLabels }}
-{{ $key }}: {{ $value | quote }}
-{{- end }}
+{{- $selects := include "m3stack.selector" . | fromYaml -}}
+{{- $labels := include "m3stack.labels" . | fromYaml -}}
+{{ merge $selects (deepCopy (get (index . 0).Values (index . 1)).podLabels) $labels | toYaml }}
 {{- end -}}
 
 {{/* what a pod of either part shares */}}

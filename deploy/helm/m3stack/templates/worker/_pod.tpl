@@ -6,10 +6,9 @@
 {{- $secrets := list (list "tls" $worker.tls.existingSecret "/etc/m3stack-tls") -}}
 metadata:
   labels:
-    {{- include "m3stack.podLabels" (list $root "worker") | nindent 4 }}
-    m3stack-role: {{ $role }}
-    # which pods do which part of the work
-    m3stack-work: {{ $worker.work | default "main" }}
+    {{- $labels := include "m3stack.podLabels" (list $root "worker") | fromYaml }}
+    {{- /* the second says which pods do which part of the work */}}
+    {{- merge (dict "m3stack-role" $role "m3stack-work" ($worker.work | default "main")) $labels | toYaml | nindent 4 }}
   annotations:
     {{- include "m3stack.podAnnotations" (list $root "worker") | nindent 4 }}
 spec:
@@ -28,13 +27,13 @@ spec:
         - {{ . | quote }}
         {{- end }}
       env:
-        # compiled kernels and tuned choices
-        - {name: HOME, value: /var/cache/m3stack}
-        - {name: TRITON_CACHE_DIR, value: /var/cache/m3stack/triton}
-        - {name: TORCHINDUCTOR_CACHE_DIR, value: /var/cache/m3stack/inductor}
-        {{- with $worker.extraEnv }}
-        {{- toYaml . | nindent 8 }}
-        {{- end }}
+        # compiled kernels and tuned choices, then what the role says
+        {{- $cache := list
+          (dict "name" "HOME" "value" "/var/cache/m3stack")
+          (dict "name" "TRITON_CACHE_DIR" "value" "/var/cache/m3stack/triton")
+          (dict "name" "TORCHINDUCTOR_CACHE_DIR" "value" "/var/cache/m3stack/inductor")
+        }}
+        {{- include "m3stack.env" (list (concat $cache ($worker.workEnv | default list)) $worker.extraEnv) | nindent 8 }}
       ports:
         - {name: grpc, containerPort: {{ $worker.port }}}
         {{- if eq $role "leader" }}

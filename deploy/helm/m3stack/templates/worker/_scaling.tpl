@@ -6,6 +6,7 @@
 {{- $kind := index . 2 -}}
 {{- $role := index . 3 -}}
 {{- $scaling := index . 4 -}}
+{{- include "m3stack.checkBounds" (list (printf "worker.autoscaling of %s" $name) $scaling) -}}
 {{- $service := printf "%s-worker" (include "m3stack.fullname" $root) -}}
 {{- $from := printf "{namespace=%q,service=%q}" $root.Release.Namespace $service -}}
 {{- $of := printf "and on (namespace, pod) m3stack_worker_role{role=%q}" $role -}}
@@ -31,7 +32,14 @@ spec:
   minReplicaCount: {{ $scaling.minReplicas }}
   maxReplicaCount: {{ $scaling.maxReplicas }}
   pollingInterval: 15
-  cooldownPeriod: {{ $scaling.cooldownSeconds }}
+  advanced:
+    horizontalPodAutoscalerConfig:
+      behavior:
+        # KEDA's own cooldownPeriod is for the last step to none, which is never taken here
+        scaleDown:
+          stabilizationWindowSeconds: {{ $scaling.cooldownSeconds }}
+          policies:
+            - {type: Pods, value: 1, periodSeconds: 60}
   triggers:
     {{- range $waiting }}
     {{- if gt (int64 (index . 1)) 0 }}
