@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-WEIGHT = 0.3
+WEIGHT = 0.5
 """Of the hints' losses beside the loss of the answers."""
 
 LAGS = (1, 2, 3, 4)
