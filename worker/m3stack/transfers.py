@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 from m3stack.contents import Contents
 from m3stack.rpc.tls import peer_credentials
 from m3stack.rpc.transfer_client import GrpcTransport
 from m3stack.rpc.transfer_service import TransferService
+from m3stack.transfer.interface import Outlet, Transport
 from m3stack.transfer.pull import Puller, TransferBook
 from m3stack.transfer.store import BetweenSteps, ContentStore
 
@@ -19,19 +21,32 @@ class Transfers:
         tls_dir: of the worker; None speaks plain text, as it listens itself.
         page_tokens: tokens of a page.
         book: is told what was fetched.
+        transport: what fetches, if not gRPC; is closed with this.
+        outlets: hand contents out as well, beside gRPC, which every worker speaks.
     """
 
-    def __init__(self, tls_dir: str, *, page_tokens: int, book: TransferBook) -> None:
-        credentials = peer_credentials(Path(tls_dir)) if tls_dir else None
-        self._transport = GrpcTransport(credentials)
+    def __init__(
+        self,
+        tls_dir: str,
+        *,
+        page_tokens: int,
+        book: TransferBook,
+        transport: Transport | None = None,
+        outlets: Sequence[Outlet] = (),
+    ) -> None:
+        if transport is None:
+            transport = GrpcTransport(peer_credentials(Path(tls_dir)) if tls_dir else None)
+        self._transport = transport
         self._page_tokens = page_tokens
         self._book = book
         self.service = TransferService()
+        self._outlets: tuple[Outlet, ...] = (self.service, *outlets)
 
     def open_for(self, engine: BetweenSteps, contents: Contents | None) -> Puller | None:
         """Hands contents out from now on; gives what fetches those of others, if any can be."""
         if contents is None:
-            self.service.refuse("pages that stand in host memory (hot_pages) cannot be handed out")
+            for outlet in self._outlets:
+                outlet.refuse("pages that stand in host memory (hot_pages) cannot be handed out")
             return None
         store = ContentStore(
             engine,
@@ -39,7 +54,8 @@ class Transfers:
             page_layout=contents.page_layout,
             feature_layout=contents.feature_layout,
         )
-        self.service.open_for(store)
+        for outlet in self._outlets:
+            outlet.open_for(store)
         return Puller(
             store,
             self._transport,

@@ -1,8 +1,13 @@
 """What a way of moving contents between workers must do; gRPC is one (`rpc.transfer_client`).
 
 A filling over NIXL or Mooncake reads the other worker's memory instead of a stream and gives the
-same: what the other one holds, then each content with its hash. It checks nothing; whoever takes
-contents does (`pull`).
+same: what the other one holds, then each content with its hash. It has two halves: a `Transport` on
+the worker that fetches, an `Outlet` on the one that is asked, which takes what it hands out from
+`handing_out`. `tests/worker/transfer/test_fillings.py` holds every filling to what stands here, and
+has a second one beside gRPC whose contents are read from mapped memory.
+
+What a filling need not do: check hashes, resume, wait between attempts, bound how many run at once,
+leave silent sources alone. Whoever takes contents does (`pull`, `sources`).
 """
 
 from __future__ import annotations
@@ -12,10 +17,13 @@ import hashlib
 from collections.abc import AsyncGenerator
 from dataclasses import dataclass
 from enum import Enum
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from m3stack.transfer.port import Data
 from m3stack.types import Source
+
+if TYPE_CHECKING:
+    from m3stack.transfer.store import ContentStore
 
 # hashing takes less than a millisecond below
 LARGE_BYTES = 256 << 10
@@ -60,6 +68,8 @@ class Content:
 
     Attributes:
         index: of its key among the wanted ones.
+        data: the taker's for as long as it holds it, also when the fetch has ended: memory that is
+            used again is copied first. It need not be writable.
         sha256: what the source says `content_hash` of it is.
     """
 
@@ -83,18 +93,35 @@ class TransferError(Exception):
 
 
 class Transport(Protocol):
-    """Fetches contents from other workers."""
+    """Fetches contents from other workers; belongs to one event loop, which it never blocks."""
 
     def fetch(self, source: Source, wanted: Wanted) -> AsyncGenerator[Holdings | Content, None]:
         """Holdings, then the contents that are held, in the order of their keys.
 
+        Several fetches run at once, also from one source. One that is closed early, or cancelled,
+        lets go of all that it holds on both sides. No room is made for a content that is announced
+        with another size than `wanted` says.
+
         Raises:
-            TransferError: the source is gone, stands still, refuses, or says nonsense.
+            TransferError: the source is gone, stands still, refuses, or says nonsense; final if
+                it refuses or says nonsense, silent if it gave no sign for some seconds.
         """
         ...
 
     async def close(self) -> None:
         """Ends all connections."""
+        ...
+
+
+class Outlet(Protocol):
+    """Hands contents out to the `Transport` of others; until it is opened it refuses all."""
+
+    def open_for(self, store: ContentStore) -> None:
+        """These are the contents: what `handing_out` makes of them."""
+        ...
+
+    def refuse(self, reason: str) -> None:
+        """There is nothing to be had here, ever."""
         ...
 
 

@@ -295,7 +295,7 @@ def _to_device(content: Data, num_bytes: int, device: torch.device) -> Tensor:
     if len(content) != num_bytes:
         raise ValueError(f"a content has {len(content)} bytes, expected {num_bytes}")
     # torch takes memory that can be written to without a word
-    memory = bytearray(content) if isinstance(content, bytes) else content
+    memory = bytearray(content) if memoryview(content).readonly else content
     if not num_bytes:
         return torch.empty(0, dtype=torch.uint8, device=device)
     return torch.frombuffer(memory, dtype=torch.uint8).to(device)
