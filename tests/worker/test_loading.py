@@ -13,7 +13,7 @@ from contextlib import contextmanager
 import pytest
 
 from m3stack.checkpoints import builtin_checkpoint
-from m3stack.errors import LoadingStoppedError
+from m3stack.errors import LoadingStoppedError, StartupError
 from m3stack.loading import Loading
 
 # what a worker does whose loading waits for something that never comes, as for a compiler
@@ -109,3 +109,27 @@ def test_loading_that_looks_up_is_waited_for() -> None:
     with pytest.raises(LoadingStoppedError):
         asyncio.run(scenario())
     assert not loading.hangs
+
+
+@pytest.mark.parametrize("looks_up", [True, False])
+def test_loading_that_cannot_end_well_is_given_up_by_name(looks_up: bool) -> None:
+    loading = Loading("m")
+    began, freed = threading.Event(), threading.Event()
+
+    def load() -> None:
+        began.set()
+        while looks_up:
+            loading.check()
+        # as for a rank that never comes
+        freed.wait()
+
+    async def scenario() -> None:
+        running = asyncio.create_task(loading.run(load, asyncio.Event()))
+        await asyncio.to_thread(began.wait)
+        await asyncio.to_thread(loading.fail, RuntimeError("host 3 is silent"))
+        await running
+
+    with pytest.raises(StartupError, match="while loading: host 3 is silent"):
+        asyncio.run(scenario())
+    assert loading.hangs is not looks_up
+    freed.set()

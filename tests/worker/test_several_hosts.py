@@ -12,7 +12,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
@@ -210,6 +210,31 @@ def test_a_host_that_ends_or_falls_silent_ends_all_by_its_name(
 
 
 @pytest.mark.timeout(300)
+def test_a_host_that_freezes_while_the_model_loads_ends_all_by_its_name(tmp_path: Path) -> None:
+    # far more steps than a CPU can run before the host is frozen
+    sizes = {"first_steps_s": 600.0, "num_pages": 9000, "max_batch_tokens": 8192}
+    settings = spread(2, 2, host_silence_s=10.0, **sizes)
+    leader = start(settings, 0, tmp_path)
+    with followed(settings, tmp_path) as (host,):
+        frozen: list[psutil.Process] = []
+        try:
+            host.said("kernels name=")
+            frozen = host.ranks
+            for process in frozen:
+                process.suspend()
+            freeze_host(host)
+            assert leader.process.wait(END_S) == EXIT_FAILED
+            told = leader.log.read_text()
+            assert re.search(r"host 1 \(127\.0\.0\.1\): has been silent for 10 s", told), told
+            assert "ready model=" not in told
+        finally:
+            leader.process.kill()
+            leader.process.wait()
+            for process in frozen:
+                process.kill()
+
+
+@pytest.mark.timeout(300)
 def test_hosts_end_when_the_leader_is_gone(tmp_path: Path) -> None:
     settings = replace(spread(2, 2), listen="127.0.0.1:0")
     with followed(settings, tmp_path) as (host,):
@@ -330,6 +355,16 @@ def test_a_host_without_the_key_and_what_is_no_host_is_turned_away(door: Door) -
         while stranger.recv(4096):
             pass
     assert door.knock(own, b"of three hosts")[0] is Kind.WELCOME
+
+
+def test_strangers_that_say_nothing_do_not_hold_the_door(door: Door) -> None:
+    with ExitStack() as stack:
+        for _ in range(8):
+            stack.enter_context(door.connect())
+        own = greeting(replace(door.settings, host_index=1))
+        # whoever joins is as impatient as one stranger is patient
+        assert door.knock(own, b"of three hosts")[0] is Kind.WELCOME
+        assert door.knock(own, b"of three hosts")[0] is Kind.END
 
 
 def test_whoever_is_gone_before_being_let_in_is_no_trouble() -> None:

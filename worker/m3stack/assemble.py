@@ -68,12 +68,14 @@ class Surroundings:
     Attributes:
         progress: called with bytes loaded and bytes in all; may raise to end the loading.
         check: called while there is nothing to load yet; may raise likewise.
+        on_loss: told, on any thread, of a rank or host that is lost before loading has ended.
     """
 
     media: MediaLedger
     metrics: WorkerMetrics
     progress: Progress
     check: Callable[[], None] = lambda: None
+    on_loss: Callable[[Exception], None] = lambda error: None
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,7 +109,7 @@ def assemble(
     if config.tensor_parallel > 1:
         # refuses sizes that do not divide, before anything is started
         rank_slices(model_config, place_of(config, 0))
-        group = RankGroup(config, build_follower, check=around.check)
+        group = RankGroup(config, build_follower, check=around.check, on_loss=around.on_loss)
     try:
         return _assemble_leader(config, Ground(model_config, hardware, group), around)
     except BaseException as error:

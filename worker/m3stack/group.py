@@ -47,29 +47,42 @@ class RankLostError(FatalStepError):
     """A rank has ended, and the worker with it."""
 
 
-def _nothing() -> None:
+def _nothing(error: RankLostError | None = None) -> None:
     pass
 
 
 class RankGroup:
-    """The leader's side. Everything but `start_watching` is called from one thread at a time.
+    """The leader's side. Everything but `tell_losses_to` is called from one thread at a time.
+
+    From the moment all ranks have started, a rank or host that ends unasked is told to `on_loss`.
+    Collectives of GPUs would wait for it for ever: they are broken off. Should the worker hang all
+    the same, its process is ended here.
 
     Args:
         config: of the worker; `tensor_parallel` is the number of ranks, of which each host has
             equally many.
         build: makes a follower's runner, in its own process.
         check: called while hosts are waited for; may raise to end that.
+        on_loss: called on a thread of its own, once, until `tell_losses_to` names another.
 
     Attributes:
         noticed: which rank or host has ended, once somebody has seen it.
     """
 
     def __init__(
-        self, config: WorkerConfig, build: BuildFollower, *, check: Callable[[], None] = _nothing
+        self,
+        config: WorkerConfig,
+        build: BuildFollower,
+        *,
+        check: Callable[[], None] = _nothing,
+        on_loss: Callable[[RankLostError], None] = _nothing,
     ) -> None:
         self._is_stopping = False
         self._stopped = threading.Event()
         self._noticing = threading.Lock()
+        self._telling = threading.Lock()
+        self._on_loss = on_loss
+        self._told: RankLostError | None = None
         self._joined: Joined | None = None
         self._local: LocalRanks | None = None
         self.noticed: RankLostError | None = None
@@ -82,6 +95,7 @@ class RankGroup:
         except BaseException as error:
             self.stop(str(error) if isinstance(error, StartupError) else "")
             raise
+        threading.Thread(target=self._watch, name="m3stack-ranks", daemon=True).start()
 
     @property
     def joined(self) -> Joined:
@@ -121,27 +135,13 @@ class RankGroup:
                 _log.critical("rank_lost what=%s", reason)
             return self.noticed
 
-    def start_watching(self, on_loss: Callable[[RankLostError], None]) -> None:
-        """Calls `on_loss`, on a thread of its own, as soon as a follower ends unasked.
-
-        Collectives of GPUs would wait for it for ever: they are broken off. Should the worker hang
-        all the same, its process is ended here.
-        """
-
-        def watch() -> None:
-            wait(self._ends())
-            if self._is_stopping:
-                return
-            # before anything is broken off: what a broken step gives must not be taken
-            lost = self.lost()
-            assert lost is not None
-            on_loss(lost)
-            break_off(self.joined)
-            if not self._stopped.wait(OUTLIVE_S):
-                _log.critical("rank_lost what=the worker hangs, and is ended")
-                os._exit(EXIT_FAILED)
-
-        threading.Thread(target=watch, name="m3stack-ranks", daemon=True).start()
+    def tell_losses_to(self, on_loss: Callable[[RankLostError], None]) -> None:
+        """Has a loss told to somebody else from now on, and at once if there was one already."""
+        with self._telling:
+            self._on_loss = on_loss
+            told = self._told
+        if told is not None:
+            on_loss(told)
 
     def stop(self, reason: str = "") -> None:
         """Ends the followers; those that do not go are killed.
@@ -177,6 +177,21 @@ class RankGroup:
         except Exception as error:
             reason = self.lost() or f"the ranks could not be joined: {error}"
             raise StartupError(str(reason)) from error
+
+    def _watch(self) -> None:
+        wait(self._ends())
+        if self._is_stopping:
+            return
+        # before anything is broken off: what a broken step gives must not be taken
+        lost = self.lost()
+        assert lost is not None
+        with self._telling:
+            self._told, on_loss = lost, self._on_loss
+        on_loss(lost)
+        break_off(self.joined)
+        if not self._stopped.wait(OUTLIVE_S):
+            _log.critical("rank_lost what=the worker hangs, and is ended")
+            os._exit(EXIT_FAILED)
 
     def _ends(self) -> list[int | Connection]:
         """What becomes ready once a rank or a host is gone."""

@@ -6,6 +6,7 @@ import os
 import socket
 import struct
 import threading
+import time
 from contextlib import suppress
 from enum import Enum
 from multiprocessing.connection import Connection, answer_challenge, deliver_challenge
@@ -21,6 +22,9 @@ SIGNS = 5
 MAX_GREETING_BYTES = 1 << 20
 # where no secret is set, the exchange still tells strangers that speak something else apart
 OPEN_KEY = b"m3stack"
+
+
+_INT_MAX = (1 << 31) - 1
 
 
 class Kind(bytes, Enum):
@@ -48,8 +52,8 @@ class Link:
 
     Args:
         sock: connected; belongs to the link from now on.
-        silence_s: longest time without a message, after which the other end counts as lost, and
-            longest time for it to take one.
+        silence_s: longest time without a message, after which the other end counts as lost. One
+            that takes nothing for as long is busy if it gives signs of life meanwhile.
 
     Raises:
         LinkLostError: the other end has gone again already; the socket is closed.
@@ -67,6 +71,7 @@ class Link:
             sock.close()
             raise LinkLostError("is gone") from error
         self._connection = Connection(os.dup(sock.fileno()))
+        self._heard_at = time.monotonic()
         self._lock = threading.Lock()
         self._closed = threading.Event()
 
@@ -92,14 +97,13 @@ class Link:
         threading.Thread(target=self._give_signs, name="m3stack-signs", daemon=True).start()
 
     def send(self, kind: Kind, data: bytes = b"") -> None:
-        """Raises LinkLostError if the other end is gone or takes nothing."""
-        try:
-            with self._lock:
-                self._connection.send_bytes(kind.value + data)
-        except BlockingIOError as error:
-            raise LinkLostError(f"has taken nothing for {self._silence_s:g} s") from error
-        except OSError as error:
-            raise LinkLostError("is gone") from error
+        """Raises LinkLostError if the other end is gone, or takes nothing and is silent."""
+        size = len(kind.value) + len(data)
+        # as `Connection` writes a message, which cannot go on with one that was taken in part
+        head = struct.pack("!i", size) if size <= _INT_MAX else struct.pack("!iQ", -1, size)
+        with self._lock:
+            self._send_all(head + kind.value)
+            self._send_all(data)
 
     def receive(self, max_bytes: int | None = None) -> tuple[Kind, bytes]:
         """The next message that is more than a sign of life.
@@ -117,6 +121,7 @@ class Link:
                 raise LinkLostError("is gone") from error
             except ValueError as error:
                 raise LinkLostError("says what is no message") from error
+            self._heard_at = time.monotonic()
             if kind is not Kind.ALIVE:
                 return kind, message[1:]
 
@@ -127,6 +132,18 @@ class Link:
         with suppress(OSError):
             self._sock.shutdown(socket.SHUT_RDWR)
         self._sock.close()
+
+    def _send_all(self, data: bytes) -> None:
+        rest = memoryview(data)
+        while rest:
+            try:
+                rest = rest[self._sock.send(rest) :]
+            except BlockingIOError as error:
+                # the other end reads nothing while its ranks have no room, and lives
+                if time.monotonic() - self._heard_at > self._silence_s:
+                    raise LinkLostError(f"has taken nothing for {self._silence_s:g} s") from error
+            except OSError as error:
+                raise LinkLostError("is gone") from error
 
     def _bound(self, seconds: float) -> None:
         """How long a read or a write of the socket may wait."""

@@ -23,6 +23,8 @@ _log = logging.getLogger(__name__)
 
 # longest that hosts may take to join: images are pulled, machines are booted
 JOIN_S = 1800.0
+# that are let in at once; one that says nothing is turned away after a while
+MAX_GREETED = 32
 # how often the wait for them looks whether it is still wanted, and says that it goes on
 LOOK_S, SAY_S = 0.5, 15.0
 # settings that may differ from host to host
@@ -76,6 +78,9 @@ class Hosts:
         self._is_stopping = False
         self.ended, self._end = multiprocessing.Pipe(duplex=False)
         self._lock = threading.Lock()
+        # hosts about to be let in
+        self._joining: set[int] = set()
+        self._greeters = threading.BoundedSemaphore(MAX_GREETED)
 
     @property
     def own_address(self) -> str:
@@ -109,7 +114,13 @@ class Hosts:
                     sock, _ = listener.accept()
                 except TimeoutError:
                     continue
-                self._greet(sock)
+                # one after the other, a stranger that says nothing would hold the door
+                if self._greeters.acquire(blocking=False):
+                    threading.Thread(
+                        target=self._greet, args=(sock,), name="m3stack-greeting", daemon=True
+                    ).start()
+                else:
+                    sock.close()
 
     def await_up(self, deadline: float) -> None:
         """Returns when every host's ranks have started, or as soon as one host is lost.
@@ -137,8 +148,10 @@ class Hosts:
 
     def stop(self, reason: str) -> None:
         """Tells all hosts to end, and with a reason that this is a failure."""
-        self._is_stopping = True
-        for link in self._links.values():
+        with self._lock:
+            self._is_stopping = True
+            links = list(self._links.values())
+        for link in links:
             # one that has ended already needs no telling
             with suppress(LinkLostError):
                 link.send(Kind.END, reason.encode())
@@ -162,30 +175,46 @@ class Hosts:
 
     def _greet(self, sock: socket.socket) -> None:
         """Lets one that has connected join, or turns it away."""
-        sock.settimeout(None)
         try:
+            sock.settimeout(None)
             link = Link(sock, silence_s=self._config.host_silence_s)
         except LinkLostError:
             # a probe that looks whether the port is open
             return
+        else:
+            self._introduce(link)
+        finally:
+            self._greeters.release()
+
+    def _introduce(self, link: Link) -> None:
+        index = -1
         try:
             link.authenticate(self._key, is_leader=True)
             kind, data = link.receive(MAX_GREETING_BYTES)
             if kind is not Kind.HELLO:
                 raise LinkLostError("does not say who it is")
-            index, refusal = self._judge(data)
-            if refusal is None:
-                link.send(Kind.WELCOME, self._welcome)
-            else:
+            with self._lock:
+                number, refusal = self._judge(data)
+                if refusal is None:
+                    index = number
+                    self._joining.add(index)
+            if refusal is not None:
                 link.send(Kind.END, refusal.encode())
                 raise LinkLostError(refusal)
+            link.send(Kind.WELCOME, self._welcome)
         except LinkLostError as error:
+            with self._lock:
+                self._joining.discard(index)
             _log.warning("host_turned_away address=%s reason=%s", link.peer_host, error)
             link.close()
             return
         _log.info("host_joined host=%d address=%s", index, link.peer_host)
-        self._links[index] = link
-        self._up[index] = threading.Event()
+        with self._lock:
+            self._up[index] = threading.Event()
+            self._links[index] = link
+            self._joining.discard(index)
+            if self._is_stopping:
+                link.close()
         link.start_signs()
         name = f"m3stack-host-{index}"
         threading.Thread(target=self._follow, args=(index, link), name=name, daemon=True).start()
@@ -201,7 +230,7 @@ class Hosts:
             return -1, f"its greeting cannot be read: {error!r}"
         if not 0 < index < self._config.hosts:
             return index, f"host_index is {index}, expected 1 to {self._config.hosts - 1}"
-        if index in self._links:
+        if index in self._links or index in self._joining:
             return index, f"host_index is {index}, which another host has"
         own = self._own
         if version != own["version"]:

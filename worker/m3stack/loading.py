@@ -1,4 +1,4 @@
-"""Loading, seen from the loop: on a thread of its own, shown as it goes, given up at a signal."""
+"""Loading, seen from the loop: on a thread of its own, shown as it goes, given up if need be."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from collections.abc import Callable
 from contextlib import ExitStack, suppress
 from typing import Any, TypeVar
 
-from m3stack.errors import LoadingStoppedError
+from m3stack.errors import LoadingStoppedError, StartupError
 from m3stack.progress import TransferProgress
 
 _log = logging.getLogger(__name__)
@@ -30,13 +30,15 @@ class Loading:
         model_name: as it is shown.
 
     Attributes:
-        hangs: whether it was told to stop and did not look up; its thread still runs.
+        hangs: whether it was told to end and did not look up; its thread still runs.
     """
 
     def __init__(self, model_name: str) -> None:
         self._model_name = model_name
         self._stopped = threading.Event()
         self._bar: TransferProgress | None = None
+        self._failure: StartupError | None = None
+        self._wake: Callable[[], object] = lambda: None
         self._began_at = self._shown_at = time.monotonic()
         self.hangs = False
 
@@ -44,8 +46,15 @@ class Loading:
         """Has the next `check` end it; from any thread."""
         self._stopped.set()
 
+    def fail(self, error: Exception) -> None:
+        """Has it end with an error that it may never meet itself; from any thread."""
+        self._failure = StartupError(f"while loading: {error}")
+        self._wake()
+
     def check(self) -> None:
-        """Raises LoadingStoppedError once it is to end."""
+        """Raises LoadingStoppedError once it is to end, StartupError if that is a failure."""
+        if self._failure is not None:
+            raise self._failure
         if self._stopped.is_set():
             raise LoadingStoppedError
 
@@ -56,7 +65,7 @@ class Loading:
             done, total: bytes.
 
         Raises:
-            LoadingStoppedError: it is to end.
+            LoadingStoppedError, StartupError: as `check`.
         """
         self.check()
         now = time.monotonic()
@@ -72,19 +81,28 @@ class Loading:
 
         Raises:
             LoadingStoppedError: it was told to stop; see `hangs`.
+            StartupError: it has failed, or was told to; see `hangs`.
         """
         with ExitStack() as stack:
             if sys.stderr.isatty():
                 self._bar = stack.enter_context(TransferProgress(f"loading {self._model_name}"))
             loading = _start_thread(load)
-            stopped = asyncio.create_task(stop_asked.wait())
-            await asyncio.wait((loading, stopped), return_when=asyncio.FIRST_COMPLETED)
-            stopped.cancel()
+            failed = asyncio.Event()
+            loop = asyncio.get_running_loop()
+            self._wake = lambda: loop.call_soon_threadsafe(failed.set)
+            others = [asyncio.create_task(event.wait()) for event in (stop_asked, failed)]
+            if self._failure is not None:
+                # it came before there was anybody to wake
+                failed.set()
+            await asyncio.wait((loading, *others), return_when=asyncio.FIRST_COMPLETED)
+            self._wake = lambda: None
+            for other in others:
+                other.cancel()
             # it looks up between two parts of its work; a compiler does not
             await asyncio.wait((loading,), timeout=BREAK_OFF_S)
             self.hangs = not loading.done()
             if self.hangs:
-                raise LoadingStoppedError
+                raise self._failure or LoadingStoppedError
             return await loading
 
 

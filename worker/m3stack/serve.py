@@ -178,7 +178,7 @@ class _Worker:
     async def _load_and_serve(self) -> int:
         build = assemble_encoder if self._config.role == "encode" else assemble
         loading = self._loading
-        around = Surroundings(self._media, self._metrics, loading.show, loading.check)
+        around = Surroundings(self._media, self._metrics, loading.show, loading.check, loading.fail)
         try:
             assembly = await loading.run(
                 lambda: build(self._config, self._model_config, self._hardware, around),
@@ -189,7 +189,7 @@ class _Worker:
             return EXIT_DRAINED
         engine = self._start_engine(assembly)
         if assembly.group is not None:
-            assembly.group.start_watching(engine.abort)
+            assembly.group.tell_losses_to(engine.abort)
         code = EXIT_FAILED
         try:
             code = await self._serve(engine)

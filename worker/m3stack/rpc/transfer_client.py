@@ -6,6 +6,7 @@ import asyncio
 from collections import OrderedDict
 from collections.abc import AsyncGenerator
 from contextlib import suppress
+from dataclasses import dataclass
 
 import grpc
 
@@ -35,13 +36,26 @@ _FINAL = (
 )
 
 
+@dataclass(slots=True)
+class _Call:
+    """A transfer under way.
+
+    Attributes:
+        stream: what the source says.
+        patience_s: how long it may still be busy and send nothing.
+    """
+
+    stream: grpc.aio.UnaryStreamCall
+    patience_s: float
+
+
 class GrpcTransport:
     """The filling of `transfer.interface.Transport` over gRPC; belongs to one event loop.
 
     Args:
         credentials: to speak TLS with; None: plain text.
         progress_s: longest silence of a source.
-        patience_s: longest time in which it is busy and sends nothing.
+        patience_s: longest time that it may be busy and send nothing, over a whole transfer.
     """
 
     def __init__(
@@ -70,7 +84,7 @@ class GrpcTransport:
             epoch=wanted.epoch,
             keys=wanted.keys,
         )
-        call = stub.Fetch(request)
+        call = _Call(stub.Fetch(request), self._patience_s)
         try:
             holdings = await self._read(call)
             if holdings is None or holdings.WhichOneof("body") != "holdings":
@@ -84,9 +98,9 @@ class GrpcTransport:
                 last = first.piece.index
                 yield await self._content(call, first, wanted.sizes[last])
         finally:
-            call.cancel()
+            call.stream.cancel()
 
-    async def _content(self, call: object, response: pb.FetchResponse, size: int) -> Content:
+    async def _content(self, call: _Call, response: pb.FetchResponse, size: int) -> Content:
         """The content of a size that begins with a message."""
         index, total = response.piece.index, response.piece.total_bytes
         # before room is made for it
@@ -109,21 +123,24 @@ class GrpcTransport:
                 raise TransferError(f"the call ended after {end} of {total} bytes")
             response = following
 
-    async def _read(self, call: object) -> pb.FetchResponse | None:
+    async def _read(self, call: _Call) -> pb.FetchResponse | None:
         """The next message but for signs of life; None at the end of a call that went well."""
         loop = asyncio.get_running_loop()
-        until = loop.time() + self._patience_s
+        began_at, was_busy = loop.time(), False
         while True:
-            message = await self._read_any(call)
+            message = await self._read_any(call.stream)
+            waited_s = loop.time() - began_at
             if message is None or message.WhichOneof("body") != "busy":
+                if was_busy:
+                    call.patience_s -= waited_s
                 return message
-            if loop.time() > until:
+            was_busy = True
+            if waited_s > call.patience_s:
                 reason = f"the source was busy for {self._patience_s:g} s"
                 raise TransferError(reason, is_final=True, is_silent=True)
 
-    async def _read_any(self, call: object) -> pb.FetchResponse | None:
+    async def _read_any(self, call: grpc.aio.UnaryStreamCall) -> pb.FetchResponse | None:
         """The next message of any kind."""
-        assert isinstance(call, grpc.aio.UnaryStreamCall)
         try:
             async with asyncio.timeout(self._progress_s):
                 message = await call.read()
