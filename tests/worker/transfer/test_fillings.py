@@ -30,8 +30,7 @@ from m3stack.types import Request, Source, Stage
 from m3stack.worker.v1 import worker_pb2_grpc as pb_grpc
 from tests.worker.engine.history_model import PAGE
 from tests.worker.rpc.worker_harness import TIMEOUT_S, Worker, run, tokens_of, worker
-from tests.worker.transfer.mapped_filling import MappedOutlet, MappedTransport
-from tests.worker.transfer.test_between_workers import (
+from tests.worker.transfer.asking import (
     alone,
     film,
     outcomes,
@@ -39,6 +38,7 @@ from tests.worker.transfer.test_between_workers import (
     prefill,
     text,
 )
+from tests.worker.transfer.mapped_filling import MappedOutlet, MappedTransport
 
 SILENCE_S = 0.3
 

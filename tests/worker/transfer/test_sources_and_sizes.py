@@ -17,7 +17,7 @@ from m3stack.types import Source
 from m3stack.worker.v1 import worker_pb2 as pb
 from m3stack.worker.v1 import worker_pb2_grpc as pb_grpc
 from tests.worker.rpc.worker_harness import Options, run, worker
-from tests.worker.transfer.test_between_workers import (
+from tests.worker.transfer.asking import (
     alone,
     answer,
     outcomes,
