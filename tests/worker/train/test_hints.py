@@ -9,11 +9,15 @@ import pytest
 import torch
 
 from m3stack.checkpoints import builtin_checkpoint
+from m3stack.models.minimax_m3 import tiny
+from m3stack.models.minimax_m3.config import M3Config
 from m3stack.train import hints, text_tasks
 from m3stack.train.batches import Batch, BatchKind, BatchMaker
 from m3stack.train.drills import DRILL_TOKENS
 from m3stack.train.encode import Conversation, Encoder
 from m3stack.train.hints import Hints
+from m3stack.train.loop import initial_student
+from m3stack.train.operations import Layout, Selection
 
 ROWS, LENGTH, HEADS, GROUPS, DIM = 2, 24, 4, 2, 16
 
@@ -122,3 +126,19 @@ def test_some_positions_of_a_long_row_stand_for_all(monkeypatch: pytest.MonkeyPa
         ]
         want = -torch.stack([logs[-1 - lag] for logs in dots]).mean()
         torch.testing.assert_close(loss, want)
+
+
+def test_hints_leave_pictures_alone() -> None:
+    config = M3Config.from_object(tiny.config_object())
+    student = initial_student(config, torch.device("cpu"), tiny.initial_weights(config))
+    maker = BatchMaker(Encoder(builtin_checkpoint("tiny") / "tokenizer.json"), seed=5)
+    batches = (maker.make(number, BatchKind(2, 1024, 1)) for number in range(20))
+    batch = next(batch for batch in batches if batch.patches and len(batch.told_rows_N))
+    student.logits(batch, Layout(2, 1024, Selection.ALL, has_hints=True))
+    _, hint_losses = student.operations.take_losses()
+    torch.stack(hint_losses).sum().backward()
+    moved = {
+        name for name, x in student.model.named_parameters() if x.grad is not None and x.grad.any()
+    }
+    assert any("layers.1" in name for name in moved)
+    assert not [name for name in moved if name.startswith(("vision", "projector"))]

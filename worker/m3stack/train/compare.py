@@ -39,6 +39,8 @@ from m3stack.train.recipe import Recipe, arm_recipe, selection_recipe
 PROBE_SEED = 4711
 """Of documents that no training has seen."""
 
+RUNS = ("own", "own_no_loss", "shared", "step_0", "text_first")
+
 TEXT_SKILLS = ("arithmetic", "copy", "needle_short", "text_qa", "tool_call", "tool_result")
 """Whose loss over a run is written down."""
 
@@ -76,6 +78,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("out", type=Path, help="file that a JSON line a finding is appended to")
     parser.add_argument("--seconds", type=float, default=60.0, help="of a run with a new index")
     parser.add_argument("--arm-seconds", type=float, default=60.0, help="of the run from step 0")
+    parser.add_argument("--runs", default=",".join(RUNS), help="some of these, or none")
     parser.add_argument("--batch-tokens", type=int, default=32_768)
     parser.add_argument("--longest", type=int, default=64, help="documents of so many k tokens")
     parser.add_argument("--processes", type=int, default=0, help="that make data; 0: this one")
@@ -106,7 +109,8 @@ def main(argv: Sequence[str]) -> int:
         arm_recipe(arguments.batch_tokens // 2, text_first=False),
         arm_recipe(arguments.batch_tokens // 2, text_first=True),
     ]
-    maker = BatchMaker(Encoder(tokenizer), runs[0].seed)
+    runs = [run for run in runs if run.name in arguments.runs.split(",")]
+    maker = BatchMaker(Encoder(tokenizer), Recipe(()).seed)
     # forked before anything touches the GPU
     sources = [
         Loader(tokenizer, run, num_processes=arguments.processes, pins=device.type == "cuda")

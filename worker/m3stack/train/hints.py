@@ -41,10 +41,13 @@ class Hints:
     Attributes:
         rows_N: int64, rows of the step that predict what was said before.
         sources_N: int64, where in its sequence that was; -1: no hint.
+        has_lags: whether the dense layer is told too. Never where there are pictures: the lags'
+            loss is least where features tell nothing, and it once made them so.
     """
 
     rows_N: Tensor
     sources_N: Tensor
+    has_lags: bool = True
 
 
 def lag_losses(q_RLHD: Tensor, k_RGLD: Tensor, scale: float) -> list[Tensor]:

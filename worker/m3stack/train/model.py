@@ -83,7 +83,8 @@ class Student:
         """fp32 logits of the batch's loss rows, or of other rows; the batch is on the device."""
         told = None
         if layout.has_hints:
-            told = Hints(batch.told_rows_N, batch.sources_N)
+            is_text = batch.kind.num_media_rows == 0
+            told = Hints(batch.told_rows_N, batch.sources_N, has_lags=is_text)
         rows, caches = self.operations.begin(layout, self.device, told)
         ids_T = batch.ids_T
         step = DeviceBatch(

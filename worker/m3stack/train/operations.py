@@ -208,7 +208,7 @@ class Operations:
         self, q_THD: Tensor, pages: LayerPages, rows: PagedRows, scale: float
     ) -> Tensor:
         q, k, v = self._sequences(q_THD), self._keys(pages.k_PGBD), self._keys(pages.v_PGBD)
-        if self._told is not None:
+        if self._told is not None and self._told.has_lags:
             self.tape.hint_losses += hints.lag_losses(q, k, scale)
         return self._attend(q, k, v, None)
 

@@ -93,8 +93,8 @@ def main_recipe(
     """The shipped model: dense warm-up, then sparse; text, pictures and clips from step 0.
 
     Drills first teach to find what was said before, then passwords are asked for in documents no
-    longer than everyday conversations, then in longer and longer ones. Up to the first third of
-    the sparse steps some heads are told where to look.
+    longer than everyday conversations, then in longer and longer ones. In the first third of the
+    run some heads are told where to look.
 
     Args:
         tokens: of a batch.
@@ -113,11 +113,11 @@ def main_recipe(
     dense, own = Selection.ALL, Selection.OWN
     return Recipe(
         phases=(
-            Phase(0.10, mix(0.30, 0.20, 1, 1), dense, has_hints=True),
-            Phase(0.25, mix(0.10, 0.30, 1, 8), dense, has_hints=True),
-            Phase(0.40, mix(0.04, 0.30, 2, 32), dense, has_hints=True),
-            Phase(0.60, mix(0.02, 0.30, 2, 32), own, has_hints=True),
-            Phase(1.00, mix(0.02, 0.30, 4, 64), own),
+            Phase(0.08, mix(0.25, 0.20, 1, 1), dense, has_hints=True),
+            Phase(0.20, mix(0.05, 0.20, 1, 8), dense, has_hints=True),
+            Phase(0.33, mix(0.02, 0.12, 2, 32), dense, has_hints=True),
+            Phase(0.52, mix(0.02, 0.10, 2, 32), dense),
+            Phase(1.00, mix(0.02, 0.16, 4, 64), own),
         ),
         peak_rate=peak_rate,
     )
