@@ -10,7 +10,7 @@ cd "$source"
   --disable-everything --disable-autodetect --disable-network --disable-doc --disable-debug \
   --disable-avdevice --disable-postproc --disable-swresample --disable-ffplay --enable-libdav1d \
   --enable-protocol=file,pipe \
-  --enable-demuxer=mov,matroska,avi,mpegts,mpegps,mpegvideo,flv,ogg,asf,gif,concat \
+  --enable-demuxer=mov,matroska,avi,mpegts,mpegps,mpegvideo,flv,ogg,asf,gif,ivf \
   --enable-decoder=h264,hevc,libdav1d,vp8,vp9,theora,mjpeg,png,gif,rawvideo,ffv1,prores,dnxhd \
   --enable-decoder=mpeg1video,mpeg2video,mpeg4,msmpeg4v1,msmpeg4v2,msmpeg4v3,h263,h263p,flv \
   --enable-decoder=wmv1,wmv2,wmv3,vc1,vp6,vp6f,cinepak,svq3,huffyuv,utvideo \

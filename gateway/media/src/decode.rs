@@ -1,5 +1,6 @@
 //! Still-image bytes to an upright RGB frame: format by content, size guard, orientation, alpha.
 
+pub mod avif;
 mod chunks;
 mod format;
 mod jpeg;
@@ -51,6 +52,7 @@ pub fn read_header(bytes: &[u8]) -> Result<ImageHeader, MediaError> {
 
 /// The picture as displayed: the first frame of an animation, orientation applied, transparency
 /// composited over white, grey and palettes expanded, 16 bits cut to 8, colour profiles ignored.
+/// AVIF is decoded in a process of its own, by way of [`avif::AvifPlan`], and refused here.
 ///
 /// # Errors
 /// [`MediaError`]; `TooManyPixels` comes before anything is decoded. No input panics.
@@ -58,6 +60,7 @@ pub fn decode_image(bytes: &[u8], limits: &DecodeLimits) -> Result<RgbFrame, Med
     let (format, raw) = checked_header(bytes, limits)?;
     let frame = match format {
         ImageFormat::Jpeg => jpeg::decode(bytes, raw.size)?,
+        ImageFormat::Avif => return Err(avif::not_here()),
         _ => raster::decode(bytes, format, raw.size)?,
     };
     Ok(raw.orientation.apply(frame))
@@ -102,6 +105,7 @@ impl RawHeader {
     fn read(bytes: &[u8], format: ImageFormat) -> Result<Self, MediaError> {
         let header = match format {
             ImageFormat::Jpeg => jpeg::read_header(bytes)?,
+            ImageFormat::Avif => avif::read_header(bytes)?,
             _ => raster::read_header(bytes, format)?,
         };
         if header.size.width == 0 || header.size.height == 0 {

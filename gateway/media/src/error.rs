@@ -9,7 +9,9 @@ pub enum MediaError {
     #[error("the image is empty (0 bytes)")]
     Empty,
     /// The first bytes belong to no format we read.
-    #[error("the image is not one of JPEG, PNG, WebP, GIF, BMP or TIFF: it looks like {found}")]
+    #[error(
+        "the image is not one of JPEG, PNG, WebP, GIF, BMP, TIFF or AVIF: it looks like {found}"
+    )]
     UnsupportedFormat {
         /// What the bytes look like.
         found: &'static str,

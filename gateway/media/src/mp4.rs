@@ -1,7 +1,7 @@
 //! The tables of plain MP4 and QuickTime files: which pictures there are, when each is shown, where
 //! its bytes stand. Anything out of the ordinary is not read, and left to FFmpeg.
 
-mod boxes;
+pub(crate) mod boxes;
 mod excerpt;
 mod h264;
 mod tables;

@@ -4,7 +4,7 @@ use crate::decode::{DecodeLimits, JpegRows, decode_image, open_rows};
 use crate::error::MediaError;
 use crate::patchify::{TemporalPatch, patch_bytes};
 use crate::resize::{Resizer, RowSource};
-use crate::types::{GridThw, PatchLayout, Patches};
+use crate::types::{GridThw, PatchLayout, Patches, RgbFrame};
 
 /// What becomes of a picture, and how long it is wanted.
 pub struct PictureJob<'a> {
@@ -32,7 +32,33 @@ pub fn picture_patches(bytes: &[u8], job: PictureJob<'_>) -> Result<Option<Patch
     Ok(grid.map(|grid| Patches { grid, bytes: rows, frames_per_patch: 1 }))
 }
 
-/// The same into a buffer of [`patch_bytes`] bytes; gives the grid. What is in the buffer after
+/// Patch rows of a picture that was decoded elsewhere, at the resizer's target size.
+///
+/// # Panics
+/// As [`picture_patches`].
+pub fn frame_patches(frame: &RgbFrame, resizer: &Resizer, layout: PatchLayout) -> Patches {
+    let mut bytes = vec![0; patch_bytes(resizer.target(), layout, 1)];
+    let grid = fill_frame_patches(frame, resizer, layout, &mut bytes);
+    Patches { grid, bytes, frames_per_patch: 1 }
+}
+
+/// The same into a buffer of [`patch_bytes`] bytes; gives the grid.
+///
+/// # Panics
+/// As [`picture_patches`], and when the buffer has another length.
+pub fn fill_frame_patches(
+    frame: &RgbFrame,
+    resizer: &Resizer,
+    layout: PatchLayout,
+    buffer: &mut [u8],
+) -> GridThw {
+    let mut slice = TemporalPatch::in_buffer(resizer.target(), layout, 1, buffer);
+    let grid = slice.grid();
+    slice.add(frame, resizer);
+    grid
+}
+
+/// [`picture_patches`] into a buffer of [`patch_bytes`] bytes; gives the grid. What is in the buffer after
 /// `None` or an error means nothing.
 ///
 /// # Errors

@@ -9,9 +9,9 @@ use bytes::Bytes;
 use gateway_core::conversation::check_chat;
 use gateway_core::model::{MediaKind, MediaPlan, SizeControls};
 use gateway_core::openai::RequestBody;
-use gateway_media::decode::{DecodeLimits, read_header};
+use gateway_media::decode::{DecodeLimits, ImageFormat, ImageHeader, read_header};
 use gateway_media::patchify::{patch_bytes, patchify_clip};
-use gateway_media::picture::{PictureJob, fill_patches};
+use gateway_media::picture::{PictureJob, fill_frame_patches, fill_patches};
 use gateway_media::resize::Resizer;
 use gateway_media::{ClipInfo, GridThw, ImageSize, MediaError, PatchLayout, Patches, RgbFrame};
 use rand::RngCore;
@@ -47,6 +47,7 @@ pub struct Prepared {
 #[derive(Clone, Copy, Debug)]
 pub struct StillPlan {
     source: ImageSize,
+    format: ImageFormat,
     target: ImageSize,
     /// Bytes of all its patch rows.
     pub num_bytes: usize,
@@ -131,10 +132,10 @@ impl Preparer {
         controls: &SizeControls,
     ) -> Result<StillPlan, GatewayError> {
         let spec = &*self.app.model.spec;
-        let source = read_header(bytes).map_err(refusal)?.size;
+        let ImageHeader { size: source, format } = read_header(bytes).map_err(refusal)?;
         let target = spec.plan_image(source, controls)?.target;
         let num_bytes = patch_bytes(target, spec.patch_layout(), 1);
-        Ok(StillPlan { source, target, num_bytes })
+        Ok(StillPlan { source, format, target, num_bytes })
     }
 
     /// Writes its patch rows where the caller wants them, and gives their grid.
@@ -152,6 +153,11 @@ impl Preparer {
     ) -> Result<GridThw, GatewayError> {
         let resizer = self.app.media.resizer(plan.source, plan.target);
         let (limits, layout) = (&DecodeLimits::default(), self.patch_layout());
+        if plan.format == ImageFormat::Avif {
+            let frame = self.app.media.avif_frame(Bytes::copy_from_slice(bytes), plan.source);
+            let frame = self.runtime.block_on(frame)?;
+            return Ok(fill_frame_patches(&frame, &resizer, layout, rows));
+        }
         let job = PictureJob { limits, resizer: &resizer, layout, is_wanted: &mut || true };
         let grid = fill_patches(bytes, job, rows).map_err(refusal)?;
         grid.ok_or_else(|| GatewayError::internal("a picture was given up, which nobody asked"))

@@ -17,6 +17,8 @@ pub enum ImageFormat {
     Bmp,
     /// TIFF.
     Tiff,
+    /// AVIF; of a sequence, its still.
+    Avif,
 }
 
 /// First bytes of the formats that we decode.
@@ -47,6 +49,9 @@ const STRANGERS: [(&[u8], &str); 14] = [
     (b"{", "JSON text"),
 ];
 
+/// Most names of a file that are looked at.
+const MAX_BRANDS: usize = 32;
+
 impl ImageFormat {
     /// The format of `bytes`.
     ///
@@ -66,6 +71,9 @@ impl ImageFormat {
         if is_bitmap(bytes) {
             return Ok(Self::Bmp);
         }
+        if is_avif(bytes) {
+            return Ok(Self::Avif);
+        }
         Err(MediaError::UnsupportedFormat { found: stranger(bytes) })
     }
 
@@ -78,6 +86,7 @@ impl ImageFormat {
             Self::Gif => "GIF",
             Self::Bmp => "BMP",
             Self::Tiff => "TIFF",
+            Self::Avif => "AVIF",
         }
     }
 }
@@ -92,6 +101,15 @@ fn is_bitmap(bytes: &[u8]) -> bool {
         )
 }
 
+/// The name may stand first or among those that the file is compatible with.
+fn is_avif(bytes: &[u8]) -> bool {
+    let Some((length, rest)) = bytes.split_first_chunk::<4>() else { return false };
+    let length = (u32::from_be_bytes(*length) as usize).saturating_sub(4).min(rest.len());
+    let brands = rest[..length].as_chunks::<4>().0;
+    matches!(brands, [kind, brands @ ..] if kind == b"ftyp"
+        && brands.iter().take(MAX_BRANDS).any(|brand| matches!(brand, b"avif" | b"avis")))
+}
+
 fn stranger(bytes: &[u8]) -> &'static str {
     let text = bytes.trim_ascii_start();
     let text = text.strip_prefix(b"\xef\xbb\xbf").unwrap_or(text);
@@ -100,7 +118,6 @@ fn stranger(bytes: &[u8]) -> &'static str {
     }
     if bytes.get(4..8) == Some(b"ftyp") {
         return match bytes.get(8..12) {
-            Some(b"avif" | b"avis") => "an AVIF image",
             Some(b"heic" | b"heix" | b"mif1" | b"heif" | b"hevc") => "a HEIC image",
             _ => "an MP4 or QuickTime video",
         };
@@ -123,6 +140,9 @@ mod tests {
             assert_eq!(ImageFormat::of(&[signature, b"rest"].concat()), Ok(format));
         }
         assert_eq!(ImageFormat::of(b"RIFF\x10\0\0\0WEBPVP8L"), Ok(ImageFormat::WebP));
+        assert_eq!(ImageFormat::of(b"\0\0\0\x10ftypavif\0\0\0\0"), Ok(ImageFormat::Avif));
+        let among_others = b"\0\0\0\x18ftypmif1\0\0\0\0miafavif";
+        assert_eq!(ImageFormat::of(among_others), Ok(ImageFormat::Avif));
     }
 
     #[test]
@@ -131,7 +151,7 @@ mod tests {
             (b"<svg xmlns='http://www.w3.org/2000/svg'/>", "an SVG drawing"),
             (b"\n <?xml version='1.0'?><svg/>", "an XML document, perhaps an SVG drawing"),
             (b"%PDF-1.7", "a PDF document"),
-            (b"\0\0\0\x1cftypavif\0\0\0\0", "an AVIF image"),
+            (b"\0\0\0\x14ftypheic\0\0\0\0mif1", "a HEIC image"),
             (b"\0\0\0\x1cftypisom\0\0\0\0", "an MP4 or QuickTime video"),
             (b"BMW is a car maker, not a bitmap", "plain text"),
             (b"\xff\xd8", "unknown binary data"),

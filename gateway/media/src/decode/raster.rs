@@ -130,7 +130,7 @@ fn open(bytes: &[u8], format: ImageFormat) -> ImageResult<Box<dyn ImageDecoder +
         ImageFormat::Gif => Box::new(GifDecoder::new(reader)?),
         ImageFormat::Bmp => Box::new(BmpDecoder::new(reader)?),
         ImageFormat::Tiff => Box::new(TiffDecoder::new(reader)?),
-        ImageFormat::Jpeg => {
+        ImageFormat::Jpeg | ImageFormat::Avif => {
             let hint = ImageFormatHint::Name(format.name().into());
             return Err(ImageError::Unsupported(hint.into()));
         }

@@ -5,15 +5,15 @@ const MAX_BOXES: usize = 256;
 
 /// A box in memory.
 #[derive(Clone, Copy, Debug)]
-pub(super) struct Piece<'a> {
-    pub(super) kind: [u8; 4],
-    pub(super) body: &'a [u8],
+pub(crate) struct Piece<'a> {
+    pub(crate) kind: [u8; 4],
+    pub(crate) body: &'a [u8],
     /// With its head.
-    pub(super) whole: &'a [u8],
+    pub(crate) whole: &'a [u8],
 }
 
 /// The boxes that fill these bytes; `None` if they do not, or are too many.
-pub(super) fn boxes(bytes: &[u8]) -> Option<Vec<Piece<'_>>> {
+pub(crate) fn boxes(bytes: &[u8]) -> Option<Vec<Piece<'_>>> {
     let mut pieces = Vec::new();
     let mut rest = bytes;
     while !rest.is_empty() {
@@ -32,7 +32,7 @@ pub(super) fn boxes(bytes: &[u8]) -> Option<Vec<Piece<'_>>> {
 }
 
 /// The body of the first box of that name.
-pub(super) fn find<'a>(pieces: &[Piece<'a>], kind: &[u8; 4]) -> Option<&'a [u8]> {
+pub(crate) fn find<'a>(pieces: &[Piece<'a>], kind: &[u8; 4]) -> Option<&'a [u8]> {
     pieces.iter().find(|piece| piece.kind == *kind).map(|piece| piece.body)
 }
 
@@ -40,26 +40,26 @@ fn at<const N: usize>(bytes: &[u8], place: usize) -> Option<[u8; N]> {
     bytes.get(place..)?.first_chunk().copied()
 }
 
-pub(super) fn fourcc(bytes: &[u8], place: usize) -> Option<[u8; 4]> {
+pub(crate) fn fourcc(bytes: &[u8], place: usize) -> Option<[u8; 4]> {
     at(bytes, place)
 }
 
-pub(super) fn u16_at(bytes: &[u8], place: usize) -> Option<u16> {
+pub(crate) fn u16_at(bytes: &[u8], place: usize) -> Option<u16> {
     at(bytes, place).map(u16::from_be_bytes)
 }
 
-pub(super) fn u32_at(bytes: &[u8], place: usize) -> Option<u32> {
+pub(crate) fn u32_at(bytes: &[u8], place: usize) -> Option<u32> {
     at(bytes, place).map(u32::from_be_bytes)
 }
 
-pub(super) fn i32_at(bytes: &[u8], place: usize) -> Option<i32> {
+pub(crate) fn i32_at(bytes: &[u8], place: usize) -> Option<i32> {
     at(bytes, place).map(i32::from_be_bytes)
 }
 
-pub(super) fn u64_at(bytes: &[u8], place: usize) -> Option<u64> {
+pub(crate) fn u64_at(bytes: &[u8], place: usize) -> Option<u64> {
     at(bytes, place).map(u64::from_be_bytes)
 }
 
-pub(super) fn i64_at(bytes: &[u8], place: usize) -> Option<i64> {
+pub(crate) fn i64_at(bytes: &[u8], place: usize) -> Option<i64> {
     at(bytes, place).map(i64::from_be_bytes)
 }

@@ -1,6 +1,7 @@
 //! Media from URL to patches: fetch, plan from the header alone, and make pixels when asked.
 
 mod address;
+mod avif;
 mod cache;
 mod data_url;
 pub(crate) mod fair;

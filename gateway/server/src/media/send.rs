@@ -5,10 +5,10 @@ use std::sync::{Arc, Mutex, PoisonError, Weak};
 use std::time::Instant;
 
 use bytes::Bytes;
-use gateway_media::decode::{DecodeLimits, ImageHeader};
+use gateway_media::decode::{DecodeLimits, ImageFormat, ImageHeader};
 use gateway_media::hash::{RunningSha256, sha256};
 use gateway_media::patchify::TemporalPatch;
-use gateway_media::picture::{PictureJob, picture_patches};
+use gateway_media::picture::{PictureJob, frame_patches, picture_patches};
 use gateway_media::resize::Resizer;
 use gateway_media::{ImageSize, MediaError, MediaHash, PatchLayout, RgbFrame};
 use tokio::sync::OwnedMutexGuard;
@@ -35,6 +35,11 @@ pub(super) struct Patches {
 }
 
 impl Patches {
+    fn of_still(rows: Vec<u8>) -> Self {
+        let sha256 = sha256(&rows);
+        Self { pieces: Arc::from([Bytes::from(rows)]), sha256 }
+    }
+
     fn bytes(&self) -> u64 {
         self.pieces.iter().map(|piece| piece.len() as u64).sum()
     }
@@ -153,13 +158,20 @@ impl MediaLoader {
         let (resizers, size, target) = (self.resizers.clone(), header.size, item.plan.target);
         let limits = DecodeLimits { max_pixels: self.limits.max_image_pixels };
         let cost = header.size.pixels();
+        if header.format == ImageFormat::Avif {
+            let frame = self.avif(&bytes, cost, &item.share).await?;
+            let work = self.rooms.run(&item.share, cost, move |_| {
+                let resizer = &*resizers.get(size, target);
+                Patches::of_still(frame_patches(&frame, resizer, layout).bytes)
+            });
+            return work.await;
+        }
         let work = self.rooms.run(&item.share, cost, move |watch| {
             let (limits, resizer) = (&limits, &*resizers.get(size, target));
             let is_wanted = &mut || watch.check() != Err(Left);
             let made = picture_patches(&bytes, PictureJob { limits, resizer, layout, is_wanted })?;
             let rows = made.map(|patches| patches.bytes).unwrap_or_default();
-            let sha256 = sha256(&rows);
-            Ok::<_, MediaError>(Patches { pieces: Arc::from([Bytes::from(rows)]), sha256 })
+            Ok::<_, MediaError>(Patches::of_still(rows))
         });
         work.await?.map_err(media_refusal)
     }

@@ -85,7 +85,12 @@ impl Source {
     /// Bytes of working memory that turning a still into a frame takes at most.
     pub(super) fn still_memory(header: &ImageHeader) -> u64 {
         // see `DecodeLimits::max_pixels`
-        let per_pixel = if header.format == ImageFormat::Tiff { 16 } else { 9 };
+        let per_pixel = match header.format {
+            // planes of 16 bits twice over, when tiles are joined, and what they become
+            ImageFormat::Avif => 24,
+            ImageFormat::Tiff => 16,
+            _ => 9,
+        };
         header.size.pixels().saturating_mul(per_pixel)
     }
 }

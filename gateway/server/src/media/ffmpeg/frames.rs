@@ -28,8 +28,8 @@ pub(super) struct Job<'a> {
     /// Ascending frame numbers.
     pub(super) frames: &'a [u64],
     pub(super) flow: &'a Flow,
-    /// Whether this FFmpeg knows `-fps_mode`.
-    pub(super) has_fps_mode: bool,
+    /// As [`Ffmpeg::sync_option`] gives it.
+    pub(super) sync: &'static str,
 }
 
 /// Frames on their way from child processes, one process at a time; dropping it ends the child.
@@ -207,9 +207,8 @@ impl Job<'_> {
         let filter = self.filter(segment, stamps);
         arguments.extend(strings(&["-i", &input.path_in_child(), "-map", "0:V:0"]));
         arguments.extend(strings(&["-an", "-sn", "-dn"]));
-        let sync = if self.has_fps_mode { "-fps_mode" } else { "-vsync" };
         let count = segment.picks.len().to_string();
-        arguments.extend(strings(&["-vf", &filter, sync, "passthrough", "-frames:v", &count]));
+        arguments.extend(strings(&["-vf", &filter, self.sync, "passthrough", "-frames:v", &count]));
         arguments.extend(strings(&["-f", "rawvideo", "-pix_fmt", "rgb24", "pipe:1"]));
         arguments
     }

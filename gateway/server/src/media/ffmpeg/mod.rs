@@ -5,6 +5,7 @@ mod frames;
 mod probe;
 mod segments;
 mod select;
+mod still;
 mod tables;
 #[cfg(test)]
 mod tests;
@@ -141,13 +142,17 @@ impl Ffmpeg {
         frames: &'a [u64],
         flow: &'a Flow,
     ) -> Result<FrameStream<'a>, GatewayError> {
-        let programs = self.programs()?;
-        let has_fps_mode = *self
-            .has_fps_mode
-            .get_or_try_init(|| async { self.read_version(&programs.ffmpeg, flow).await })
-            .await?;
-        let job = frames::Job { ffmpeg: self, clip, probe, frames, flow, has_fps_mode };
+        let sync = self.sync_option(flow).await?;
+        let job = frames::Job { ffmpeg: self, clip, probe, frames, flow, sync };
         Ok(FrameStream::new(job))
+    }
+
+    /// The option under which this FFmpeg is told to give frames as they come.
+    async fn sync_option(&self, flow: &Flow) -> Result<&'static str, GatewayError> {
+        let programs = self.programs()?;
+        let reading = || async { self.read_version(&programs.ffmpeg, flow).await };
+        let is_new = *self.has_fps_mode.get_or_try_init(reading).await?;
+        Ok(if is_new { "-fps_mode" } else { "-vsync" })
     }
 
     /// Runs ffprobe and gives all it prints.
