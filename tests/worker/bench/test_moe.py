@@ -15,8 +15,8 @@ from m3stack.bench.kernels import __main__ as command
 from m3stack.bench.kernels import moe
 from m3stack.bench.kernels.harness import Ceilings, CheckError, Row
 from m3stack.bench.kernels.moe_layers import (
+    LayerCheck,
     MoeShape,
-    check_layer,
     check_routing,
     make_layer,
     make_tokens,
@@ -47,14 +47,17 @@ def test_a_right_layer_passes_and_wrong_ones_do_not(
     layer, x = make_layer(shape, form, CPU), make_tokens(shape, CPU, seed=1)
     # the interpreter cuts to bf16 where a GPU rounds, which doubles the error
     monkeypatch.setattr("m3stack.bench.kernels.moe_layers.OUTPUT_LIMIT", 8e-3)
-    check_layer(layer, kernels(), x)
+    check = LayerCheck(layer, x)
+    check(kernels())
 
     class Unclamped(TritonExperts):
         def run_experts(self, x, *rest, **more):
             return super().run_experts(3 * x, *rest, **more)
 
     with pytest.raises(CheckError, match="MoE layer output: relative error"):
-        check_layer(layer, Unclamped(CPU, widen=True), x)
+        check(Unclamped(CPU, widen=True))
+    # and once more, now that the reference is kept
+    check(kernels())
 
 
 def test_wrong_routing_is_named() -> None:

@@ -1,4 +1,4 @@
-"""The compiler's processes end with the build that started them."""
+"""When a library is built, and that the compiler's processes end with the build."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from m3stack.kernels import build
 from m3stack.kernels.build import CompileError, build_library
 
 # the first source is refused; any other is never done, and says so where it is read
@@ -46,3 +47,20 @@ def test_a_refused_source_ends_the_compilers_of_the_others(
         build_library("refused", ("moe_few.cu", "moe_order.cu"))
     writer.join(60)
     assert ends == [b"closed"]
+
+
+def test_a_library_is_built_anew_when_what_it_includes_changes_and_then_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, text in {
+        "one.cu": '#include "inner.cuh"\n',
+        "inner.cuh": '#include <vector>\n#include "deep.cuh"\n',
+        "deep.cuh": "int deep;\n",
+        "other.cu": "int other;\n",
+    }.items():
+        (tmp_path / name).write_text(text)
+    monkeypatch.setattr(build, "SOURCES", tmp_path)
+    one, other = (build.fingerprint([name]) for name in ("one.cu", "other.cu"))
+    (tmp_path / "deep.cuh").write_text("int deeper;\n")
+    assert build.fingerprint(["one.cu"]) != one
+    assert build.fingerprint(["other.cu"]) == other

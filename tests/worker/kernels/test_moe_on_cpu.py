@@ -74,6 +74,7 @@ def matrices(form: str, width: int, inner: int) -> list[Weight]:
         ("mxfp8", Path.MANY, 150, "one expert", False, 128, 128),
         ("mxfp8", Path.MANY, 12, "even", True, 128, 384),
         ("mxfp8", Path.SOME, 1, "even", True, 128, 128),
+        ("mxfp8", Path.SOME, 30, "one expert", True, 256, 128),
         ("mxfp8", Path.SOME, 40, "one expert", True, 256, 128),
         ("mxfp8", Path.SOME, 20, "some dropped", False, 128, 256),
     ],
@@ -145,11 +146,14 @@ def test_pairs_of_other_ranks_neither_count_as_own_nor_are_copied(built: FilePat
     portable = TritonExperts(CPU, widen=True)
     experts = CudaExperts(CPU, experts=2 * EXPERTS, library=library, portable=portable)
     out = experts.run_experts(x, *inputs, shared=SharedExpert(*own)).float()
-    assert set(library.blocks) == {SOME_TOKENS}
+    # 32 pairs an expert of all ranks, and none of them for a block of many
+    assert set(library.blocks) == {SOME_TOKENS[-1]}
     expected = reference.run_experts(x.float(), *inputs, shared=SharedExpert(*own))
     assert (out - expected).norm() / expected.norm() < CLOSE
-    order = library.sort(ids, EXPERTS, SOME_TOKENS)
-    copied = library.gather(x, order.pairs, top_k=EXPERTS, is_coded=False)
+    order = library.sort(ids, EXPERTS, SOME_TOKENS[-1])
+    copied = library.gather(x, order.places, is_coded=False, with_tokens=True)
+    assert torch.equal(copied[ids.numel() :], x)
+    copied = copied[: ids.numel()]
     is_own = order.pairs >= 0
     assert is_own.sum() == (ids >= 0).sum()
     assert torch.equal(copied[is_own], x[order.pairs[is_own].long() // EXPERTS])
@@ -171,6 +175,8 @@ def test_sorted_pairs_have_no_gaps_and_blocks_of_one_expert(
     chosen = sorted((expert, pair) for pair, expert in enumerate(flat) if expert >= 0)
     padding = [-1] * (len(flat) - len(chosen))
     assert order.pairs.tolist() == [pair for _, pair in chosen] + padding
+    places = {pair: place for place, (_, pair) in enumerate(chosen)}
+    assert order.places.flatten().tolist() == [places.get(pair, -1) for pair in range(len(flat))]
     used = [expert for expert in order.experts.tolist() if expert >= 0]
     assert order.experts.tolist() == used + [-1] * (order.max_blocks - len(used))
     spans = list(zip(used, order.firsts.tolist(), order.counts.tolist(), strict=False))

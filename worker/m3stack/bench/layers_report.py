@@ -30,7 +30,7 @@ def write_report(source: Path, out: Path) -> None:
     attention over the same chunk, the faster of the two dense figures is used.
     """
     document = json.loads(source.read_text())
-    rows = with_library_dense(document["rows"], out / "msa-h200-prefill.json")
+    rows = with_library_dense(document["rows"], out / "msa-h200.json")
     (out / "layer-h200.svg").write_text(picture(rows))
     (out / "layer-h200.md").write_text(text(rows, document["machine"]))
 

@@ -10,6 +10,7 @@ import ctypes
 import hashlib
 import logging
 import os
+import re
 import shutil
 import subprocess
 import tempfile
@@ -21,6 +22,7 @@ logger = logging.getLogger(__name__)
 
 SOURCES = Path(__file__).parent / "csrc"
 DEFAULT_HOME = "/usr/local/cuda"
+INCLUDE = re.compile(r'^#include "(.+)"', re.MULTILINE)
 # sm_90a: the architecture whose own instructions the sources use; PTX for it does not move on
 FLAGS = (
     "-gencode=arch=compute_90a,code=sm_90a",
@@ -82,7 +84,7 @@ def load_library(name: str, sources: Sequence[str]) -> ctypes.CDLL:
 
 def build_library(name: str, sources: Sequence[str]) -> Path:
     """Path of the shared object, compiled once for each content of sources, headers and flags."""
-    target = cache_folder() / f"{name}-{_fingerprint(sources)}.so"
+    target = cache_folder() / f"{name}-{fingerprint(sources)}.so"
     if target.exists():
         return target
     compiler = find_compiler()
@@ -130,9 +132,21 @@ def _finish(command: list[str], process: subprocess.Popen) -> None:
         raise CompileError(f"{' '.join(command)} failed with {process.returncode}:\n{output}")
 
 
-def _fingerprint(sources: Sequence[str]) -> str:
+def fingerprint(sources: Sequence[str]) -> str:
+    """What a library is kept under: changes with its sources, what they include, and the flags."""
     digest = hashlib.sha256(" ".join(FLAGS).encode())
-    for path in sorted([*SOURCES.glob("*.cuh"), *(SOURCES / source for source in sources)]):
-        digest.update(path.name.encode())
-        digest.update(path.read_bytes())
+    for name in sorted(_with_headers(sources)):
+        digest.update(name.encode())
+        digest.update((SOURCES / name).read_bytes())
     return digest.hexdigest()[:16]
+
+
+def _with_headers(sources: Sequence[str]) -> set[str]:
+    """The sources and every header of the folder that they include, directly or not."""
+    found, waiting = set(), list(sources)
+    while waiting:
+        name = waiting.pop()
+        if name not in found:
+            found.add(name)
+            waiting += INCLUDE.findall((SOURCES / name).read_text())
+    return found

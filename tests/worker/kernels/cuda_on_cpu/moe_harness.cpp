@@ -20,6 +20,8 @@ extern "C" void start_emulator(unsigned seed) {
     emulator::add(&gather_kernel);
     emulator::add(&ring_kernel<Form<false, 288, 2, kUp>>);
     emulator::add(&ring_kernel<Form<false, 288, 2, kDown>>);
+    emulator::add(&ring_kernel<Form<true, 32, 1, kUp>>);
+    emulator::add(&ring_kernel<Form<true, 32, 1, kDown>>);
     emulator::add(&ring_kernel<Form<true, 64, 1, kUp>>);
     emulator::add(&ring_kernel<Form<true, 64, 1, kDown>>);
     emulator::add(&ring_kernel<Form<true, 288, 2, kUp>>);

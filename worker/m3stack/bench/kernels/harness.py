@@ -20,7 +20,7 @@ Call = Callable[[], object]
 
 # a set of inputs must have left the cache before it is read again
 L2_ROTATIONS = 3
-GRAPH_CALLS = 24
+GRAPH_CALLS, GRAPH_US = 24, 10_000
 
 
 class CheckError(Exception):
@@ -132,15 +132,18 @@ def num_input_sets(bytes_per_call: float) -> int:
 def time_graph(calls: Sequence[Call], *, replays: int = 15) -> Timing:
     """Replays one graph that runs all calls in turn, over and over; times are for one call.
 
-    Starting a graph costs microseconds, so it holds at least `GRAPH_CALLS` calls.
+    Starting a graph costs microseconds, so it holds at least `GRAPH_CALLS` calls, or fewer that
+    take `GRAPH_US` together.
     """
-    calls = list(calls) * -(-GRAPH_CALLS // len(calls))
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
         for call in calls[:2]:
             call()
     torch.cuda.current_stream().wait_stream(stream)
+    each_us = time_stream(calls, replays=1).median_us
+    wanted = min(GRAPH_CALLS, math.ceil(GRAPH_US / each_us))
+    calls = list(calls) * -(-wanted // len(calls))
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         for call in calls:

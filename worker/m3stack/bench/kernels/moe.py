@@ -30,9 +30,9 @@ from m3stack.bench.kernels.harness import (
 )
 from m3stack.bench.kernels.moe_layers import (
     BYTES_PER_VALUE,
+    LayerCheck,
     MoeLayer,
     MoeShape,
-    check_layer,
     grouped_peer,
     make_layer,
     make_tokens,
@@ -52,7 +52,7 @@ WORTH_TIMING = {Kernel.FEW: (1, 256), Kernel.SOME: (1, 2048), Kernel.MANY: (256,
 TOKEN_SETS = 4
 
 
-@lru_cache(maxsize=1)
+@lru_cache(maxsize=len(FORMS))
 def weights(form: str) -> MoeLayer:
     """The layer that all rows of a format share."""
     return make_layer(MoeShape(1), form, torch.device("cuda"))
@@ -67,14 +67,15 @@ def prepare(shape: MoeShape, form: str, ceilings: Ceilings) -> Prepared:
     used = statistics.mean(used_experts(layer, x_TM) for x_TM in sets)
     portable = TritonExperts(device)
     peers: dict[str, list[Call]] = {"triton": [partial(layer.run, portable, x_TM) for x_TM in sets]}
+    check = LayerCheck(layer, sets[0])
     for kernel in other_kernels(shape, form):
         others = CudaExperts(device, path=kernel)
-        check_layer(layer, others, sets[0])
+        check(others)
         peers[kernel.value] = [partial(layer.run, others, x_TM) for x_TM in sets]
     if form == "bf16":
         peers["torch"] = [grouped_peer(layer, x_TM) for x_TM in sets]
     return Prepared(
-        check=partial(check_layer, layer, kernels, sets[0]),
+        check=partial(check, kernels),
         calls=[partial(layer.run, kernels, x_TM) for x_TM in sets],
         floor_us=ceilings.floor_us(shape.least_bytes(used, BYTES_PER_VALUE[form]), shape.flops()),
         peers=peers,
@@ -105,9 +106,8 @@ def _case(tokens: int, form: str, *, is_skewed: bool) -> Case:
 
 CASES = tuple(
     _case(tokens, form, is_skewed=is_skewed)
-    # a format's weights are made once
-    for form in FORMS
     for is_skewed in (False, True)
+    for form in FORMS
     for tokens in TOKENS
 )
 

@@ -54,7 +54,20 @@ def write_json(path: Path, rows: Sequence[Row], ceilings: Ceilings, command: str
         record["copy_tb_per_s"] = round(ceilings.copy_bytes_per_s / 1e12, 3)
         record["matmul_tflops"] = round(ceilings.matmul_flops_per_s / 1e12, 1)
         kept[row.name] = {key: _rounded(value) for key, value in record.items()}
+    _share_dense(kept)
     path.write_text(json.dumps(list(kept.values()), indent=1) + "\n")
+
+
+def _share_dense(rows: dict[str, dict]) -> None:
+    """Dense attention knows no selection: rows of other selections take it from the plain row.
+
+    Only within one command, whose rows are of one run.
+    """
+    for name, row in rows.items():
+        plain = rows.get(name.removesuffix("_identical").removesuffix("_disjoint"), row)
+        is_of_run = plain["command"] == row["command"]
+        if "dense_us" not in row and "dense_us" in plain and is_of_run:
+            row["dense_us"] = plain["dense_us"]
 
 
 def _rounded(value: object) -> object:

@@ -35,6 +35,7 @@ struct FewArgs {
     int32_t outputs;                 // channels: half the rows of an up product
     int32_t shared_blocks;           // blocks of the shared expert, which come first
     int32_t num_blocks;              // with them
+    int32_t is_early;                // an up product may start while the kernel before it ends
 };
 
 __device__ __forceinline__ void product(float (&sum)[4], uint32_t a0, uint32_t a1, uint32_t a2, uint32_t a3,
@@ -142,9 +143,9 @@ __global__ void __launch_bounds__(kThreads, NT == 8 || (NT == 4 && MXFP8) ? 1 : 
     __shared__ int pair_of[F::kTokens];
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     const int block = blockIdx.y - a.shared_blocks;  // below 0: of the shared expert
+    // the up product may start while tokens are routed: which experts, it cannot know before
+    if (MODE == kUp && block >= 0) wait_for_previous_kernel();
     const int expert = block < 0 ? 0 : a.experts[block];
-    // the down product may take the places that become free, and wait there with its weights loaded
-    if constexpr (MODE == kUp) asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
     if (expert < 0) return;
 
     // rows past the end repeat the last one, and are not stored
@@ -165,6 +166,11 @@ __global__ void __launch_bounds__(kThreads, NT == 8 || (NT == 4 && MXFP8) ? 1 : 
     rows.pieces = a.width / F::kPiece;
     typename F::Loads held[2] = {};
     rows.load(held[0], 0);
+    if constexpr (MODE == kUp) {
+        if (block < 0) wait_for_previous_kernel();
+        // the down product may take the places that become free, and wait there with its weights loaded
+        let_next_kernel_start();
+    }
 
     const int none = a.num_pairs + a.num_tokens;
     if (threadIdx.x < F::kTokens) {
@@ -189,8 +195,7 @@ __global__ void __launch_bounds__(kThreads, NT == 8 || (NT == 4 && MXFP8) ? 1 : 
     constexpr int kCopies = F::kSlice / 8;  // of a token's row
     constexpr int kShare = F::kTokens * kCopies / kThreads / 2, kHalf = F::kTurns / 2;
     static_assert(2 * kShare * kThreads == F::kTokens * kCopies, "every thread copies as much");
-    uint4 moved[kShare];
-    auto fetch = [&](int slice, int half) {
+    auto fetch = [&](int slice, int half, uint4 (&moved)[kShare]) {
         if (slice >= slices) return;
 #pragma unroll
         for (int i = 0; i < kShare; ++i) {
@@ -206,7 +211,7 @@ __global__ void __launch_bounds__(kThreads, NT == 8 || (NT == 4 && MXFP8) ? 1 : 
             }
         }
     };
-    auto settle = [&](int slice, int half) {
+    auto settle = [&](int slice, int half, const uint4 (&moved)[kShare]) {
         if constexpr (MXFP8) {
             if (slice >= slices) return;
 #pragma unroll
@@ -219,14 +224,17 @@ __global__ void __launch_bounds__(kThreads, NT == 8 || (NT == 4 && MXFP8) ? 1 : 
     };
     auto finish = [] { if constexpr (!MXFP8) asm volatile("cp.async.commit_group;" ::: "memory"); };
     // what the kernel before this one wrote
-    if constexpr (MODE == kDown) asm volatile("griddepcontrol.wait;" ::: "memory");
-    for (int slice = 0; slice < 2; ++slice) {
-        for (int half = 0; half < 2; ++half) {
-            fetch(slice, half);
-            settle(slice, half);
-        }
-        finish();
+    if constexpr (MODE == kDown) wait_for_previous_kernel();
+    // the first two slices whole, all of them on the way at once
+    uint4 first[4][kShare];
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+        fetch(i / 2, i % 2, first[i]);
+        if (i % 2 == 1) finish();
     }
+#pragma unroll
+    for (int i = 0; i < 4; ++i) settle(i / 2, i % 2, first[i]);
+    uint4 moved[kShare];
     float sums[NT][4] = {};
     for (int slice = 0; slice < slices; ++slice) {
         if constexpr (!MXFP8) asm volatile("cp.async.wait_group 1;" ::: "memory");
@@ -238,7 +246,7 @@ __global__ void __launch_bounds__(kThreads, NT == 8 || (NT == 4 && MXFP8) ? 1 : 
         for (int turn = 0; turn < F::kTurns; ++turn) {
             const int first = (slice * F::kTurns + turn) * F::kLoads;
             rows.load(held[(turn + 1) % 2], first + F::kLoads);
-            if (turn % kHalf == 0) fetch(slice + 2, turn / kHalf);
+            if (turn % kHalf == 0) fetch(slice + 2, turn / kHalf, moved);
 #pragma unroll
             for (int i = 0; i < F::kLoads; ++i) {
                 // registers of pieces past the end hold older ones
@@ -246,7 +254,7 @@ __global__ void __launch_bounds__(kThreads, NT == 8 || (NT == 4 && MXFP8) ? 1 : 
                     F::multiply(sums, held[turn % 2], i, tokens + (turn * F::kLoads + i) * F::kPiece * 2);
                 }
             }
-            if (turn % kHalf == kHalf - 1) settle(slice + 2, turn / kHalf);
+            if (turn % kHalf == kHalf - 1) settle(slice + 2, turn / kHalf, moved);
         }
         finish();
     }
@@ -297,7 +305,7 @@ cudaError_t launch(const FewArgs& a, cudaStream_t stream) {
     config.dynamicSmemBytes = kSharedBytes;
     config.stream = stream;
     config.attrs = &early;
-    config.numAttrs = MODE == kDown ? 1 : 0;
+    config.numAttrs = MODE == kDown || (MODE == kUp && a.is_early != 0) ? 1 : 0;
     return cudaLaunchKernelEx(&config, few_kernel<MXFP8, NT, MODE>, a);
 }
 

@@ -2,14 +2,13 @@
 //
 // Sums are fp32 in an order of their own, the same on every run. NaN ranks above all numbers, +0 equals
 // -0, and of equal scores the lower expert comes first.
-#include <cuda_bf16.h>
-
+#include "async_copy.cuh"
 #include "moe_choose.cuh"
 
 namespace m3 {
 
-constexpr int kRouteThreads = 128, kRouteWarps = kRouteThreads / 32;
-constexpr int kMostTokens = 8, kMostExperts = 256;
+constexpr int kRouteThreads = 384, kRouteWarps = kRouteThreads / 32;
+constexpr int kMostExperts = 256;
 
 struct RouteArgs {
     const void* x;        // bf16 [tokens, width]
@@ -45,19 +44,18 @@ __device__ __forceinline__ void choose(const RouteArgs& a, int token) {
     choose_experts(logits, a.bias, a.num_experts, a.top_k, a.ids + token * a.top_k, a.weights + token * a.top_k);
 }
 
+template <int TOKENS>
 __global__ void __launch_bounds__(kRouteThreads) route_kernel(const __grid_constant__ RouteArgs a) {
-    __shared__ float parts[kRouteWarps][kMostTokens];
-    __shared__ bool is_last;
+    __shared__ float parts[kRouteWarps][TOKENS];
     const int expert = blockIdx.x, warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     const auto* gates = reinterpret_cast<const float4*>(a.router + static_cast<int64_t>(expert) * a.width);
     const auto* x = static_cast<const __nv_bfloat16*>(a.x);
-    float sums[kMostTokens] = {};
+    float sums[TOKENS] = {};
 #pragma unroll 4
     for (int column = threadIdx.x; column < a.width / 4; column += kRouteThreads) {
         const float4 gate = __ldg(gates + column);
 #pragma unroll
-        for (int token = 0; token < kMostTokens; ++token) {
-            if (token >= a.num_tokens) break;
+        for (int token = 0; token < TOKENS; ++token) {
             const uint2 four = __ldg(reinterpret_cast<const uint2*>(x + token * a.x_row) + column);
             // a bf16 is the upper half of an fp32
             sums[token] = fmaf(__uint_as_float(four.x << 16), gate.x, sums[token]);
@@ -66,34 +64,46 @@ __global__ void __launch_bounds__(kRouteThreads) route_kernel(const __grid_const
             sums[token] = fmaf(__uint_as_float(four.y & 0xffff0000u), gate.w, sums[token]);
         }
     }
+    // what is left waits for itself more than for memory: experts may ask for the weights that they know
+    let_next_kernel_start();
 #pragma unroll
-    for (int token = 0; token < kMostTokens; ++token) {
+    for (int token = 0; token < TOKENS; ++token) {
         const float sum = warp_sum(sums[token]);
         if (lane == 0) parts[warp][token] = sum;
     }
     __syncthreads();
-    if (threadIdx.x < a.num_tokens) {
+    if (threadIdx.x < TOKENS) {
         float sum = 0.0f;
 #pragma unroll
         for (int i = 0; i < kRouteWarps; ++i) sum += parts[i][threadIdx.x];
         a.scores[threadIdx.x * a.num_experts + expert] = sum;
         __threadfence();
     }
-    __syncthreads();
-    if (threadIdx.x == 0) is_last = atomicAdd(a.arrived, 1) == static_cast<int>(gridDim.x) - 1;
-    __syncthreads();
-    if (!is_last) return;
+    if (warp != 0) return;
+    // one warp from here on; of it, lane 0 tells
+    __syncwarp();
+    int before = 0;
+    if (lane == 0) before = atomicAdd(a.arrived, 1);
+    if (__shfl_sync(~0u, before, 0) != static_cast<int>(gridDim.x) - 1) return;
     __threadfence();
-    for (int token = warp; token < a.num_tokens; token += kRouteWarps) choose(a, token);
-    if (threadIdx.x == 0) *a.arrived = 0;
+#pragma unroll
+    for (int token = 0; token < TOKENS; ++token) choose(a, token);
+    if (lane == 0) *a.arrived = 0;
+}
+
+template <int TOKENS>
+cudaError_t launch_route(const RouteArgs& a, cudaStream_t stream) {
+    route_kernel<TOKENS><<<a.num_experts, kRouteThreads, 0, stream>>>(a);
+    return cudaGetLastError();
 }
 
 }  // namespace m3
 
-// at most 8 tokens, 256 experts and 32 of them a token; width a multiple of 4
+// one or two tokens, at most 256 experts and 32 of them a token; width a multiple of 4
 extern "C" int m3_route(const m3::RouteArgs* a, cudaStream_t stream) {
     using namespace m3;
-    if (a->num_tokens > kMostTokens || a->num_experts > kMostExperts || a->top_k > 32) return cudaErrorInvalidValue;
-    route_kernel<<<a->num_experts, kRouteThreads, 0, stream>>>(*a);
-    return cudaGetLastError();
+    if (a->num_experts > kMostExperts || a->top_k > 32) return cudaErrorInvalidValue;
+    if (a->num_tokens == 1) return launch_route<1>(*a, stream);
+    if (a->num_tokens == 2) return launch_route<2>(*a, stream);
+    return cudaErrorInvalidValue;
 }

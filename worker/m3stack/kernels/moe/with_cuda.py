@@ -40,9 +40,8 @@ PLAIN_COLUMNS, RING_COLUMNS, MXFP8_COLUMNS = 32, 64, 128
 # rows of a weight tile of the ring's down product
 TILE_ROWS = 128
 MAX_LINEAR_TOKENS = 128
-# tokens of the ring's blocks are cut in these steps, and copied in boxes of so many
+# tokens of the ring's blocks are cut in these steps
 TOKEN_STEP = 16
-BOX_TOKENS = {SOME_TOKENS: 16, MANY_TOKENS: 144}
 
 
 class Path(StrEnum):
@@ -58,13 +57,11 @@ def choose_path(num_tokens: int, num_pairs: int, num_experts: int, *, is_mxfp8: 
     """What was fastest, by the pairs an expert of any rank has on average: by sizes alone."""
     average = num_pairs / num_experts
     if is_mxfp8:
-        if average <= 3:
-            return Path.FEW
-        return Path.SOME if average <= 64 else Path.MANY
+        return Path.SOME if average <= 40 else Path.MANY
     if num_tokens <= 4:
         return Path.FEW
     # Triton reads bf16 weights at the memory's full speed, and one step of it serves any number
-    return Path.TRITON if average <= 128 else Path.MANY
+    return Path.TRITON if average <= 24 else Path.MANY
 
 
 class CudaExperts:
@@ -178,12 +175,14 @@ class CudaExperts:
             )  # fmt: skip
         call = _Call(
             self._library, x_TM, ids_Tk.contiguous(), weights_Tk.float().contiguous(),
-            alpha, limit, factor,
+            alpha, limit, factor, num_experts,
         )  # fmt: skip
         own = None if shared is None else _Matrices(shared.gate_up_fM, shared.down_MF)
         if path is Path.FEW:
             return call.run_few(routed, own, few_block_tokens(num_pairs, num_experts))
-        return call.run_ring(routed, own, SOME_TOKENS if path is Path.SOME else MANY_TOKENS)
+        if path is Path.MANY:
+            return call.run_ring(routed, own, MANY_TOKENS)
+        return call.run_ring(routed, own, some_block_tokens(num_pairs, num_experts))
 
     def linear_mxfp8(self, x: Tensor, weight: Mxfp8Weight) -> Tensor:
         """See `interface.LinearMxfp8`."""
@@ -206,14 +205,15 @@ class CudaExperts:
             )  # fmt: skip
             self._library.few(arguments, tokens, Mode.LINEAR)
             return out
-        ordered = self._library.gather(rows, None, top_k=1, is_coded=True)
+        ordered = self._library.gather(rows, None, is_coded=True, with_tokens=True)
+        box = box_tokens(num_tokens, MANY_TOKENS)
         # a down product of the shared expert alone is a linear
         arguments = RingArgs(
-            own_scales=scales, out=out.data_ptr(), factor=1.0,
-            num_tokens=num_tokens, width=width, outputs=num_outputs,
-            own_block=_own_block(num_tokens, MANY_TOKENS), box_tokens=BOX_TOKENS[MANY_TOKENS],
+            own_scales=scales, next_tile=self._library.next_tiles[Mode.DOWN :].data_ptr(),
+            out=out.data_ptr(), factor=1.0, num_tokens=num_tokens, width=width,
+            outputs=num_outputs, own_block=_own_block(num_tokens, MANY_TOKENS), box_tokens=box,
         )  # fmt: skip
-        tokens_map = self._library.tensor_map(ordered, token_map(ordered, BOX_TOKENS[MANY_TOKENS]))
+        tokens_map = self._library.tensor_map(ordered, token_map(ordered, box))
         weight_map = _weight_map(self._library, weight, Mode.DOWN, MANY_TOKENS)
         maps = [tokens_map, tokens_map, weight_map, weight_map]
         self._library.ring(arguments, maps, Mode.DOWN, MANY_TOKENS)
@@ -228,6 +228,18 @@ def few_block_tokens(num_pairs: int, num_experts: int) -> int:
     """
     average = num_pairs / num_experts
     return next((tokens for most, tokens in ((3, 8), (9, 16)) if average <= most), 32)
+
+
+def some_block_tokens(num_pairs: int, num_experts: int) -> int:
+    """Tokens of a block of some, likewise: blocks of 32 leave a processor room for two."""
+    return SOME_TOKENS[num_pairs > 16 * num_experts]
+
+
+def box_tokens(average: float, most: int) -> int:
+    """Tokens of one copy into a block of the ring: few where blocks hold fewer than they could."""
+    if most != MANY_TOKENS:
+        return 8 if average <= 12 else 16
+    return 144 if average > 192 else 48
 
 
 @dataclass(frozen=True, slots=True)
@@ -245,7 +257,11 @@ class _Matrices:
 
 @dataclass(frozen=True, slots=True)
 class _Call:
-    """One call: what its kernels share."""
+    """One call: what its kernels share.
+
+    Attributes:
+        num_experts: of all ranks, whose pairs are in `ids_Tk`.
+    """
 
     library: ExpertLibrary
     x_TM: Tensor
@@ -254,6 +270,7 @@ class _Call:
     alpha: float
     limit: float
     factor: float
+    num_experts: int
 
     def run_few(self, routed: _Matrices, own: _Matrices | None, tokens: int) -> Tensor:
         """Blocks of `tokens` pairs; hidden rows and results stand by pair."""
@@ -290,22 +307,27 @@ class _Call:
                     num_tokens=0 if own is None else num_tokens, top_k=top_k,
                     width=source.shape[1], outputs=target.shape[1],
                     shared_blocks=shared_blocks, num_blocks=shared_blocks + routed_blocks,
+                    is_early=num_tokens == 1,
                 )  # fmt: skip
                 self.library.few(arguments, block_tokens, mode)
         return self._combined(results, None if own is None else results[num_pairs:])
 
     def run_ring(self, routed: _Matrices, own: _Matrices | None, most: int) -> Tensor:
         """Pairs sorted by expert, in blocks of `most`; results are added up in bf16."""
-        (num_tokens, top_k), num_pairs = self.ids_Tk.shape, self.ids_Tk.numel()
+        num_tokens, num_pairs = len(self.ids_Tk), self.ids_Tk.numel()
         is_coded = routed.is_mxfp8
-        order = self.library.sort(self.ids_Tk, _elements(routed.gate_up).shape[0], most)
+        if num_tokens == 1:
+            order = self.library.lone(self.ids_Tk)
+        else:
+            order = self.library.sort(self.ids_Tk, _elements(routed.gate_up).shape[0], most)
         hidden, results = self._buffers(routed, own, torch.bfloat16)
-        ordered = self.library.gather(self.x_TM, order.pairs, top_k=top_k, is_coded=is_coded)
-        own_x_TM = self.x_TM
-        if is_coded and own is not None:
-            own_x_TM = self.library.gather(self.x_TM, None, top_k=1, is_coded=True)
+        ordered = self.library.gather(
+            self.x_TM, order.places, is_coded=is_coded, with_tokens=is_coded and own is not None
+        )
+        box = box_tokens(num_pairs / self.num_experts, most)
+        own_x_TM = ordered[num_pairs:] if is_coded else self.x_TM
         for mode, source, own_source, target in (
-            (Mode.UP, ordered, own_x_TM, hidden),
+            (Mode.UP, ordered[:num_pairs], own_x_TM, hidden),
             (Mode.DOWN, hidden[:num_pairs], hidden[num_pairs:], results),
         ):
             matrix = routed.at(mode)
@@ -314,14 +336,16 @@ class _Call:
                 scales=_pointers(matrix)[1], own_scales=_pointers(own_matrix)[1],
                 experts=order.experts.data_ptr(), firsts=order.firsts.data_ptr(),
                 counts=order.counts.data_ptr(), pairs=order.pairs.data_ptr(),
-                pair_weights=self.weights_Tk.data_ptr(), out=target.data_ptr(), alpha=self.alpha,
+                pair_weights=self.weights_Tk.data_ptr(),
+                next_tile=self.library.next_tiles[mode:].data_ptr(),
+                out=target.data_ptr(), alpha=self.alpha,
                 limit=self.limit, factor=self.factor, num_pairs=num_pairs,
                 num_tokens=0 if own is None else num_tokens, width=source.shape[1],
                 outputs=target.shape[1], max_blocks=order.max_blocks,
-                own_block=_own_block(num_tokens, most), box_tokens=BOX_TOKENS[most],
+                own_block=_own_block(num_tokens, most), box_tokens=box,
             )  # fmt: skip
             maps = [
-                self.library.tensor_map(rows, token_map(rows, BOX_TOKENS[most]))
+                self.library.tensor_map(rows, token_map(rows, box))
                 for rows in (source, source if own is None else own_source)
             ]
             maps += [_weight_map(self.library, one, mode, most) for one in (matrix, own_matrix)]
@@ -378,7 +402,7 @@ def _weight_map(library: ExpertLibrary, weight: Weight, mode: Mode, most: int) -
     elements = _elements(weight)
     stack = elements if elements.dim() == 3 else elements[None]
     if isinstance(weight, Mxfp8Weight):
-        is_wide = most == SOME_TOKENS
+        is_wide = most in SOME_TOKENS
         return library.tensor_map(stack, wide_coded_map(stack) if is_wide else coded_map(stack))
     return library.tensor_map(stack, up_map(stack) if mode is Mode.UP else down_map(stack))
 
