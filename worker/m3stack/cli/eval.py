@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import signal
 import sys
 import tempfile
 from collections.abc import Sequence
@@ -13,6 +14,7 @@ from pathlib import Path
 import httpx
 
 from m3stack.checkpoints import builtin_checkpoint
+from m3stack.cli.up import raise_interrupt
 from m3stack.errors import StartupError
 from m3stack.eval import servers
 from m3stack.eval.questions import SKILLS, Skill
@@ -52,8 +54,8 @@ def main(argv: Sequence[str]) -> int:
     """Runs an evaluation.
 
     Returns:
-        0 if every skill reaches its bar, 1 if one does not or a server failed, 2 for an unknown
-        skill.
+        0 if every skill reaches its bar, 1 if one does not, a server failed or a signal came, 2 for
+        an unknown skill.
     """
     arguments = build_parser().parse_args(argv)
     wanted = [name for name in arguments.skills.split(",") if name]
@@ -62,11 +64,18 @@ def main(argv: Sequence[str]) -> int:
         print(f"m3stack eval: there is no skill {sorted(unknown)[0]!r}", file=sys.stderr)
         return 2
     skills = [skill for skill in SKILLS if not wanted or skill.name in wanted]
+    # as an exception, so that the servers started here are stopped
+    before = signal.signal(signal.SIGTERM, raise_interrupt)
     try:
         rows = evaluate(skills, arguments)
     except (StartupError, httpx.HTTPError) as error:
         print(f"m3stack eval: {error}", file=sys.stderr)
         return 1
+    except KeyboardInterrupt:
+        print("m3stack eval: stopped", file=sys.stderr)
+        return 1
+    finally:
+        signal.signal(signal.SIGTERM, before)
     print(table(rows))
     if arguments.svg is not None:
         arguments.svg.write_text(picture(rows), encoding="utf-8")
