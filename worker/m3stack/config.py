@@ -197,8 +197,8 @@ class WorkerConfig:
     mixed_step_slowdown: float = _setting(
         -1.0,
         "in time, what max_mixed_tokens is in tokens: a step with prompts takes about that many "
-        "times one without, or longer where prompts would get less than 40% of it; learnt as steps "
-        "run; 0: no such bound; -1: 2 on a GPU, 0 on a CPU",
+        "times one without, or longer where prompts would get less than 36% of it; learnt as steps "
+        "run; 0: no such bound; -1: 2.1 on a GPU, 0 on a CPU",
         slowdown,
     )
     chunk_growth_prefix_tokens: int = _setting(

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 _log = logging.getLogger(__name__)
 
 GPU_GRAPH_BYTES = 2 << 30
-GPU_SLOWDOWN = 2.0
+GPU_SLOWDOWN = 2.1
 GPU_FIRST_STEPS_S = 120.0
 
 

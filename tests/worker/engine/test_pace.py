@@ -61,12 +61,21 @@ def test_a_long_step_grows_to_the_slowdown_and_no_further() -> None:
     assert sum(late) / len(late) == pytest.approx(0.98 * 1080, rel=0.12)
 
 
-def test_a_short_step_is_stretched_until_prompts_have_their_share() -> None:
-    # what the first prompt token adds is more than twice the step
-    machine = Machine(plain_ms=4, fixed_ms=8, token_us=10)
-    late = settle(Pace(LIMITS), machine)[20:]
-    fair = 0.45 / 0.55 * 12_000 / 10
-    assert sum(late) / len(late) == pytest.approx(0.98 * fair, rel=0.2)
+@pytest.mark.parametrize(
+    ("fixed_ms", "least_ms"),
+    [
+        # a share of the whole step
+        (3.0, 0.45 / 0.55 * (4.0 + 3.0)),
+        # what the first prompt token adds is twice the step: it has to be worth it
+        (8.0, 2.0 * 8.0),
+    ],
+)
+def test_a_short_step_is_stretched_until_prompts_have_their_share(
+    fixed_ms: float, least_ms: float
+) -> None:
+    machine = Machine(plain_ms=4, fixed_ms=fixed_ms, token_us=10)
+    late = settle(Pace(LIMITS), machine, steps=120)[60:]
+    assert sum(late) / len(late) == pytest.approx(0.98 * least_ms / 0.010, rel=0.2)
 
 
 def test_tokens_that_get_dearer_make_steps_smaller() -> None:
@@ -142,10 +151,13 @@ class Gpu:
         return self.token_us / 1000 * (1 + self.dearer * prefix_tokens / (1 << 20))
 
     def most_ms(self, prefix_tokens: int, limits: PaceLimits, slowdown: float) -> float:
-        """Of a step that keeps to the slowdown, or gives the prompt its share and no more."""
+        """Of a step that keeps to the slowdown, or gives the prompt its due and no more."""
         share = self.base_ms(prefix_tokens) / (1 - limits.prompt_share)
         least = self.mean_ms(int(PROBE_UP * limits.min_tokens), prefix_tokens)
-        return max(slowdown * self.plain_ms, share, least)
+        worth = self.base_ms(prefix_tokens) + limits.worth * (
+            self.base_ms(prefix_tokens) - self.plain_ms
+        )
+        return max(slowdown * self.plain_ms, share, worth, least)
 
 
 @given(

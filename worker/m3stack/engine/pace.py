@@ -39,11 +39,14 @@ class PaceLimits:
         slowdown: a step should take no more than this many times one without prompts.
         prompt_share: of a step's time that prompts get in any case, even if the step gets longer:
             where a step is short, the least that a prompt adds to it is many times that.
+        worth: in multiples of what a prompt adds to a step by being there at all, the time that its
+            tokens get in any case: the first of them brings all experts' weights to a small batch.
         min_tokens: prompt tokens of a step in any case.
     """
 
     slowdown: float
-    prompt_share: float = 0.40
+    prompt_share: float = 0.36
+    worth: float = 2.0
     min_tokens: int = 128
 
     def __post_init__(self) -> None:
@@ -163,7 +166,8 @@ class Pace:
         within = (limits.slowdown * plain_s - base_s) / cost.slope_s
         share = limits.prompt_share
         fair = share / (1 - share) * base_s / cost.slope_s
-        tokens = min(max(within, fair), MOST_GROWTH * seen.most_tokens)
+        worth = limits.worth * cost.fixed_s / cost.slope_s
+        tokens = min(max(within, fair, worth), MOST_GROWTH * seen.most_tokens)
         if length > nearest:
             # a prefix twice as long makes tokens twice as dear at most
             tokens /= 2 ** (length - nearest)

@@ -17,24 +17,30 @@ MOST_MIXED_TOKENS, MOST_TOKENS, MOST_GROWN_TOKENS = 2048, 8192, 16_384
 LONG_PROMPT_TOKENS = 1_048_576
 
 
-def step_sizes(*, context_tokens: int, num_decoding: int, has_long_prompt: bool) -> list[StepSize]:
-    """Steps with prompts of all sizes that come up; those without are recorded while warming up.
+def conversation_steps(context_tokens: int, *, num_decoding: int) -> list[StepSize]:
+    """Steps with prompts of all sizes; those without are recorded while warming up.
 
     Args:
         context_tokens: of the conversations.
         num_decoding: of them that decode beside prompts, at most.
-        has_long_prompt: whether one of a million tokens is computed as well.
     """
-    places = [(context_tokens, MOST_TOKENS)]
-    if has_long_prompt:
-        places.append((LONG_PROMPT_TOKENS, MOST_GROWN_TOKENS))
+    return _steps(context_tokens, MOST_TOKENS, num_decoding)
+
+
+def long_prompt_steps(*, num_decoding: int) -> list[StepSize]:
+    """Steps with all sizes of parts of a prompt of a million tokens."""
+    return _steps(LONG_PROMPT_TOKENS, MOST_GROWN_TOKENS, num_decoding)
+
+
+def _steps(context_tokens: int, most: int, num_decoding: int) -> list[StepSize]:
     found: list[StepSize] = []
-    for context, most in places:
-        for tokens in sorted({min(tokens, most) for tokens in PROMPT_TOKENS}):
-            found.append(StepSize((tokens,), context))
-            if tokens <= MOST_MIXED_TOKENS:
-                for decoding in (2, num_decoding - 1):
-                    found.append(StepSize((*(1,) * decoding, tokens), context))
+    for tokens in sorted({min(tokens, most) for tokens in PROMPT_TOKENS}):
+        found.append(StepSize((tokens,), context_tokens))
+        if tokens <= MOST_MIXED_TOKENS:
+            found += [
+                StepSize((*(1,) * decoding, tokens), context_tokens)
+                for decoding in (2, num_decoding - 1)
+            ]
     return found
 
 

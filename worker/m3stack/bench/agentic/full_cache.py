@@ -65,9 +65,10 @@ def measure(model: M3Model, shape: FullCacheShape) -> list[FullCacheRow]:
         before = running.preemptions
         asked = 0
         for concurrency in shape.concurrencies:
-            scripts = conversations(trace, concurrency, vocab_size, first=asked)
-            asked += concurrency
-            got = replay.measure("full", scripts)
+            count = 2 * concurrency
+            scripts = conversations(trace, count, vocab_size, first=asked)
+            asked += count
+            got = replay.measure("full", scripts, concurrency)
             rows.append(
                 FullCacheRow(
                     concurrency=concurrency,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import queue
 import statistics
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
@@ -146,7 +147,7 @@ class Crowd:
 
 
 class Replay:
-    """Runs conversations side by side; a turn is asked as soon as the last one is answered.
+    """Keeps conversations running; a turn is asked as soon as the last one is answered.
 
     Args:
         engine: running; its events go to `mailbox`.
@@ -179,40 +180,23 @@ class Replay:
             asked.append(crowd.submit(longest, ends[-1] + 8))
             crowd.wait_ended(*asked)
 
-    def measure(self, arm: str, scripts: Sequence[Conversation]) -> Measured:
-        """Times one run of all conversations at once.
+    def measure(self, arm: str, scripts: Sequence[Conversation], concurrency: int) -> Measured:
+        """Times conversations, of which so many run at once; one that ends makes room for the next.
+
+        Time ends with the last moment at which that many run: what is left then is cancelled, and
+        counts as far as it came.
 
         Raises:
             ReplayError: a request failed or was not answered in full.
         """
+        assert len(scripts) > concurrency
+        to_come = deque(_Talk(script, list(self._shared)) for script in scripts)
         first_s: list[float] = []
         between_s: list[float] = []
-        talks = [_Talk(script, list(self._shared)) for script in scripts]
-        began_at = time.perf_counter()
-        prompt, cached = self._run(talks, first_s, between_s)
-        seconds = time.perf_counter() - began_at
-        output = sum(turn.output_tokens for script in scripts for turn in script.turns)
-        return Measured(
-            concurrency=len(scripts),
-            arm=arm,
-            output_tokens_per_s=output / seconds,
-            ttft_p50_ms=statistics.median(first_s) * 1e3,
-            itl_p99_ms=quantile(between_s, 0.99) * 1e3,
-            output_tokens=output,
-            seconds=seconds,
-            cached_share=cached / prompt,
-        )
-
-    def _run(
-        self,
-        talks: list[_Talk],
-        first_s: list[float],
-        between_s: list[float],
-    ) -> tuple[int, int]:
-        """Runs talks to their end; returns prompt tokens and those of them that were cached."""
-        live = {self._ask(talk): talk for talk in talks}
-        prompt = cached = 0
-        while live:
+        began_at = now = time.perf_counter()
+        live = {self._ask(talk): talk for talk in (to_come.popleft() for _ in range(concurrency))}
+        prompt = cached = output = 0
+        while len(live) == concurrency:
             now, events = self._mailbox.get()
             for handle, event in events:
                 talk = live.get(handle)
@@ -225,15 +209,31 @@ class Replay:
                     times.append(now - since)
                     talk.last_at = now
                     talk.answer.extend(event.token_ids)
+                    output += len(event.token_ids)
                 elif isinstance(event, Failed):
                     raise ReplayError(f"a request failed: {event.message}")
                 elif isinstance(event, Finished):
                     prompt += event.usage.prompt_tokens
                     cached += event.usage.cached_tokens
                     del live[handle]
-                    if self._close_turn(talk):
-                        live[self._ask(talk)] = talk
-        return prompt, cached
+                    following = talk if self._close_turn(talk) else None
+                    if following is None and to_come:
+                        following = to_come.popleft()
+                    if following is not None:
+                        live[self._ask(following)] = following
+        for handle in live:
+            self._engine.cancel(handle)
+        seconds = now - began_at
+        return Measured(
+            concurrency=concurrency,
+            arm=arm,
+            output_tokens_per_s=output / seconds,
+            ttft_p50_ms=statistics.median(first_s) * 1e3,
+            itl_p99_ms=quantile(between_s, 0.99) * 1e3,
+            output_tokens=output,
+            seconds=seconds,
+            cached_share=cached / prompt,
+        )
 
     def _ask(self, talk: _Talk) -> int:
         turn = talk.script.turns[talk.turn]

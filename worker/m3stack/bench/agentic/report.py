@@ -38,19 +38,19 @@ def _beside(rows: list[Row]) -> str:
     first = rows[0]
     lines = [
         "## A long prompt beside decode\n",
-        f"{first['decoding']} requests decode while a prompt of {first['end']:,} tokens is "
-        "computed, as a whole and part by part. Sparse layers alone. Gaps are those between two "
-        "tokens of a request; what was compiled meanwhile: "
-        f"{first['compiled']} kernels.\n",
-        "| tokens of the prompt | alone, tokens/s | beside, tokens/s | share kept | between tokens "
-        "idle p50 / p99 ms | beside p50 / p99 / longest ms | gaps | p99 over idle p99 |",
+        f"{first['decoding']} requests decode while {first['stretch']:,} tokens of a prompt are "
+        "computed, at several places of it. What stands before a place is passed over as if it "
+        "were cached (pages hold random numbers). Sparse layers alone. Gaps are those between two "
+        f"tokens of a request; {first['compiled']} kernels were compiled meanwhile.\n",
+        "| tokens before | alone, tokens/s | beside, tokens/s | share kept | between tokens idle "
+        "p50 / p99 ms | beside p50 / p99 / longest ms | gaps | p99 over idle p99 |",
         "|---|---|---|---|---|---|---|---|",
     ]
     for row in rows:
         kept = row["beside_tokens_per_s"] / row["solo_tokens_per_s"]
         lines.append(
-            f"| {row['first']:,} to {row['end']:,} | {row['solo_tokens_per_s']:,.0f} | "
-            f"{row['beside_tokens_per_s']:,.0f} | {kept:.1%} | "
+            f"| {'all places' if row['before'] < 0 else format(row['before'], ',')} | "
+            f"{row['solo_tokens_per_s']:,.0f} | {row['beside_tokens_per_s']:,.0f} | {kept:.1%} | "
             f"{row['idle_p50_ms']:.1f} / {row['idle_p99_ms']:.1f} | "
             f"{row['beside_p50_ms']:.1f} / {row['beside_p99_ms']:.1f} / "
             f"{row['beside_max_ms']:.1f} | {row['gaps']} | "
@@ -110,9 +110,10 @@ def text(document: dict[str, Any], picture_name: str) -> str:
     lines = [
         "# An agentic trace, arm against arm\n",
         f"`{document['command']}` on {document['machine']}. Conversations share a long beginning, "
-        "which is computed before the time is taken; each turn adds a tool's answer. The model "
-        "has the released widths, few layers and random weights, so ratios between arms are "
-        "those of these layers, not of the whole model.\n",
+        "which is computed before the time is taken; each turn adds a tool's answer. As many run "
+        "at once as said all the time: one that ends makes room for the next. The model has the "
+        "released widths, few layers and random weights, so ratios between arms are those of "
+        "these layers, not of the whole model.\n",
         f"![output tokens per second]({picture_name})\n",
         "| arm | concurrency | output tokens/s | "
         + "".join(f"of `{peer}` | " for peer in PEERS)

@@ -23,7 +23,7 @@ import torch
 
 from m3stack.bench.agentic import beside, full_cache, shares, tier
 from m3stack.bench.agentic.arms import ARMS
-from m3stack.bench.agentic.compiled import counted, step_sizes
+from m3stack.bench.agentic.compiled import conversation_steps, counted, long_prompt_steps
 from m3stack.bench.agentic.models import Models, truncated, without_dense_layers
 from m3stack.bench.agentic.replay import Replay, ReplayError
 from m3stack.bench.agentic.report import write_report
@@ -45,8 +45,8 @@ TOY = TraceShape(shared=300, new=(10, 40), output=(4, 10), turns=2)
 TOY_BESIDE = beside.BesideShape(
     decoding=2,
     decoding_context=40,
-    prompt=1024,
-    parts=2,
+    befores=(0, 256),
+    stretch=512,
     max_mixed_tokens=64,
     max_batch_tokens=64,
     idle_tokens=20,
@@ -82,6 +82,8 @@ class Bench:
             if arguments.toy
             else truncated(released_model_config(), arguments.sparse_layers)
         )
+        if arguments.experts:
+            config = replace(config, num_experts=arguments.experts)
         self.models = Models(config, arguments.kernels, device)
         self.document = Document()
         share, _, of = (arguments.compile_only or "0/1").partition("/")
@@ -90,16 +92,16 @@ class Bench:
     def compile(self, arm_name: str) -> None:
         """Runs steps of all sizes of an arm, for what is compiled at first use."""
         model = self.models.get(ARMS[arm_name])
-        wanted = step_sizes(
-            context_tokens=self.shape.longest,
-            num_decoding=max([*self.arguments.concurrency, 64]),
+        most = max([*self.arguments.concurrency, 64])
+        jobs = [(model, conversation_steps(self.shape.longest, num_decoding=most))]
+        if arm_name.startswith("full"):
             # the other parts run in the whole arms alone
-            has_long_prompt=arm_name.startswith("full"),
-        )
-        shape = page_shape(model.config, model.embedding.dtype)
+            jobs.append((without_dense_layers(model), long_prompt_steps(num_decoding=most)))
         number, of = self.share
-        began_at = time.monotonic()
-        count = run_first_steps(model, shape, wanted[number::of], Bounds(COMPILING_S))
+        began_at, count = time.monotonic(), 0
+        for part, wanted in jobs:
+            shape = page_shape(part.config, model.embedding.dtype)
+            count += run_first_steps(part, shape, wanted[number::of], Bounds(COMPILING_S))
         say(f"{arm_name:16} {count} sizes of steps run in {time.monotonic() - began_at:.1f} s")
 
     def trace(self, arm_name: str, runs: Sequence[tuple[int, int]]) -> None:
@@ -130,12 +132,13 @@ class Bench:
             replay.warm(most, (64, growing))
             asked = 0
             for concurrency, turns in runs:
+                count = 2 * concurrency
                 scripts = conversations(
-                    replace(shape, turns=turns), concurrency, config.vocab_size - 64, first=asked
+                    replace(shape, turns=turns), count, config.vocab_size - 64, first=asked
                 )
-                asked += concurrency
+                asked += count
                 with counted() as compiled:
-                    row = replay.measure(arm_name, scripts)
+                    row = replay.measure(arm_name, scripts, concurrency)
                 self.document.rows.append({**asdict(row), "compiled": compiled.kernels})
                 say(
                     f"{arm_name:16} concurrency {concurrency:3d}: "
@@ -320,6 +323,9 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--turns", type=int, default=None, help="of each conversation")
     parser.add_argument("--output-scale", type=float, default=1.0, help="of the turns' outputs")
     parser.add_argument("--sparse-layers", type=int, default=SPARSE_LAYERS)
+    parser.add_argument(
+        "--experts", type=int, default=0, help="of each layer; fewer are no measurement"
+    )
     parser.add_argument("--pages", type=int, default=0, help="of the cache; 0: as many as it takes")
     parser.add_argument(
         "--slowdown",
