@@ -125,8 +125,13 @@ fn read(
     (reply, account)
 }
 
-/// Reads what the bytes stand for, whole and in pieces.
+/// Reads what the bytes stand for, whole and in pieces, for a tool of the schema above.
 pub fn check(data: &[u8]) {
+    check_with(data, Json::parse(SCHEMA.as_bytes()).ok());
+}
+
+/// The same for a tool `f` of any schema.
+pub fn check_with(data: &[u8], parameters: Option<Json>) {
     let [mode, cut, rest @ ..] = data else { return };
     let dialect = usize::from(*mode / 3 % 2);
     let (spec, pieces) = (&*SPECS[dialect], [PIECES, OLD_PIECES][dialect]);
@@ -138,11 +143,7 @@ pub fn check(data: &[u8]) {
         }
     }
     let thinking = [ThinkingMode::Enabled, ThinkingMode::Disabled, ThinkingMode::Adaptive];
-    let tool = ToolSchema {
-        name: "f".to_owned(),
-        parameters: Json::parse(SCHEMA.as_bytes()).ok(),
-        ..ToolSchema::default()
-    };
+    let tool = ToolSchema { name: "f".to_owned(), parameters, ..ToolSchema::default() };
     let options =
         OutputOptions { thinking: thinking[usize::from(*mode) % 3], tools: vec![tool].into() };
     let step = usize::from(*cut % 16) + 1;

@@ -1,0 +1,3 @@
+//! Where these files say that they are.
+
+pub mod ffmpeg;
