@@ -2,26 +2,22 @@
 
 from __future__ import annotations
 
-import contextlib
 import statistics
 import threading
 import time
 from collections import Counter
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 
-import grpc
 import httpx
 import pytest
 
 from m3stack.local_ports import free_port
-from m3stack.worker.v1 import worker_pb2 as pb
-from m3stack.worker.v1 import worker_pb2_grpc as pb_grpc
 from tests.e2e import media
 from tests.e2e.conftest import Server, Stack, wait_for
-from tests.e2e.scripted_worker import ScriptedWorker
+from tests.e2e.media_sink import media_sink
+from tests.e2e.text_times import text_times_ms
 
 pytestmark = [pytest.mark.soak, pytest.mark.timeout(1500)]
 
@@ -29,46 +25,8 @@ CLIPS = 24
 DECODERS = 1
 MAX_EXTRA_BYTES = 300 << 20
 TEXTS = 200
-PAUSE_S = 0.02
 # refusals that a policy has: too many at once, no room, too late
 REFUSALS = {429, 503, 504}
-
-
-class MediaSink(ScriptedWorker):
-    """Takes all media it is told of, and throws it away."""
-
-    def Generate(
-        self, requests: Iterator[pb.GenerateRequest], context: grpc.ServicerContext
-    ) -> Iterator[pb.GenerateResponse]:
-        first = next(requests)
-        items = first.header.media
-        if items:
-            needs = pb.MediaNeeds(item_indices=range(len(items)))
-            yield pb.GenerateResponse(needs=needs)
-        left = sum(item.patch_bytes for item in items)
-        while left > 0:
-            left -= len(next(requests).chunk.data)
-        yield from super().Generate(iter([first]), context)
-
-
-@contextlib.contextmanager
-def media_sink(like: Server, token_ids: list[int]) -> Iterator[str]:
-    """A worker that takes everything, in another's name; gives its URL."""
-    with grpc.insecure_channel(like.address) as channel:
-        watch = pb_grpc.WorkerServiceStub(channel).Watch(pb.WatchRequest(heartbeat_ms=1000))
-        identity = next(iter(watch)).identity
-        watch.cancel()
-    identity.worker_id = "sink"
-    service = MediaSink(identity, token_ids, tokens_per_message=3, interval_s=0.0)
-    server = grpc.server(ThreadPoolExecutor(2 * CLIPS))
-    pb_grpc.add_WorkerServiceServicer_to_server(service, server)
-    port = server.add_insecure_port("127.0.0.1:0")
-    server.start()
-    try:
-        yield f"http://127.0.0.1:{port}"
-    finally:
-        service.closed.set()
-        server.stop(grace=1).wait()
 
 
 @dataclass
@@ -110,19 +68,6 @@ def resident_bytes(pid: str) -> int:
     return sum(int(line.split()[1]) << 10 for line in lines if line.startswith("VmRSS:"))
 
 
-def text_times_ms(gateway: Server, until: threading.Event | None) -> list[float]:
-    """Times of text requests one after the other: a fixed number, or until the event."""
-    taken = []
-    with httpx.Client(base_url=gateway.url, timeout=60) as client:
-        while len(taken) < TEXTS if until is None else not until.is_set():
-            begin = time.perf_counter()
-            reply = client.post("/v1/chat/completions", json=chat("hello"))
-            taken.append((time.perf_counter() - begin) * 1e3)
-            assert reply.status_code == 200, reply.text
-            time.sleep(PAUSE_S)
-    return taken
-
-
 def chat(content: object) -> dict:
     return {"messages": [{"role": "user", "content": content}], "max_tokens": 8}
 
@@ -138,28 +83,25 @@ def test_clips_at_once_are_answered_or_refused_within_bounds(
     # a last box that nobody reads makes each another file: nothing is shared
     clips = [clip + (8 + n).to_bytes(4, "big") + b"free" + bytes(n) for n in range(CLIPS)]
     bodies = [chat([media.video_part(data), media.text_part("what?")]) for data in clips]
-    with media_sink(worker, [1, 2, 3]) as url:
+    with media_sink(worker) as url:
         flags = ("--workers", url, "--set", f"max_video_processes={DECODERS}")
         gateway = stack.start("gateway", f"127.0.0.1:{free_port()}", "", *flags)
         wait_for(gateway, "/ready")
-        idle = text_times_ms(gateway, None)
+        with text_times_ms(gateway.url, count=TEXTS) as idle:
+            pass
         watcher = Watcher(gateway.process.pid)
         idle_bytes = watcher.look()
         watching = threading.Thread(target=watcher.run)
         watching.start()
-        done = threading.Event()
 
         def ask(body: dict) -> httpx.Response:
             return httpx.post(f"{gateway.url}/v1/chat/completions", json=body, timeout=1200)
 
         begin = time.perf_counter()
-        with ThreadPoolExecutor(CLIPS + 1) as pool:
+        with ThreadPoolExecutor(CLIPS) as pool, text_times_ms(gateway.url) as busy:
             replies = [pool.submit(ask, body) for body in bodies]
-            texts = pool.submit(text_times_ms, gateway, done)
             answered = [reply.result() for reply in replies]
             wall_s = time.perf_counter() - begin
-            done.set()
-            busy = texts.result()
         watcher.stopped.set()
         watching.join()
 

@@ -117,6 +117,11 @@ impl Movie {
         self.h264_size
     }
 
+    /// Whether [`Self::role`] looks at the bytes; elsewhere they need not be read.
+    pub fn tells_roles_by_bytes(&self) -> bool {
+        matches!(&self.coding, b"avc1" | b"avc3" | b"hvc1" | b"hev1")
+    }
+
     /// What a sample of these bytes means to others.
     pub fn role(&self, sample: Sample, bytes: &[u8]) -> Role {
         match &self.coding {

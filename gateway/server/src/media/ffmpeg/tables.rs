@@ -51,9 +51,10 @@ impl Tables {
     fn read_now(clip: &MemoryFile) -> Option<Self> {
         let movie = Movie::read(clip)?;
         let mut bytes = Vec::new();
+        let is_looked_at = movie.tells_roles_by_bytes();
         let is_clean = movie.samples.iter().map(|sample| {
             sample.is_key
-                && read_sample(clip, *sample, &mut bytes).is_ok()
+                && (!is_looked_at || read_sample(clip, *sample, &mut bytes).is_ok())
                 && movie.role(*sample, &bytes) == Role::Refresh
         });
         let is_clean = is_clean.collect();
