@@ -15,6 +15,7 @@ import httpx
 import pytest
 
 from m3stack.checkpoints import builtin_checkpoint
+from m3stack.cli.worker import main as worker_main
 from m3stack.local_ports import free_port
 from tests.e2e.conftest import MODEL_NAME, START_TIMEOUT_S, Server, Stack, wait_for
 
@@ -72,15 +73,40 @@ def test_a_gateway_says_why_it_cannot_start(
     assert found == code, complaint
 
 
-@pytest.mark.parametrize("kind", ["gateway", "worker"])
-def test_a_port_that_is_taken_is_named(kind: str) -> None:
+@pytest.mark.parametrize(
+    ("kind", "flag"),
+    [
+        ("gateway", "--listen"),
+        ("gateway", "--admin-listen"),
+        ("worker", "--listen"),
+        ("worker", "--metrics-listen"),
+    ],
+)
+def test_a_port_that_is_taken_is_named(kind: str, flag: str) -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         address = f"127.0.0.1:{taken.getsockname()[1]}"
-        code, complaint = refused(kind, "--listen", address)
+        others = [] if flag == "--listen" else ["--listen", "127.0.0.1:0"]
+        code, complaint = refused(kind, flag, address, *others)
     assert address in complaint
     assert code == START
+
+
+def test_a_gateway_that_was_given_no_port_says_which_it_has() -> None:
+    command = [sys.executable, "-m", "m3stack", "gateway", "--listen", "127.0.0.1:0"]
+    command += ["--admin-listen", "127.0.0.1:0", "--workers", "127.0.0.1:1"]
+    command += ["--log-format", "json", "--model-path", str(builtin_checkpoint("tiny"))]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT) as process:
+        assert process.stdout is not None
+        try:
+            said = next(line for line in process.stdout if b"gateway listens" in line)
+            told = json.loads(said)["fields"]
+            for name in ("address", "admin"):
+                reply = httpx.get(f"http://{told[name]}/health", timeout=60)
+                assert reply.status_code == 200
+        finally:
+            process.terminate()
 
 
 @pytest.mark.parametrize(
@@ -94,10 +120,29 @@ def test_a_port_that_is_taken_is_named(kind: str) -> None:
 def test_a_worker_says_why_it_cannot_start(
     tmp_path: Path, flags: Callable[[Path], list[str]], named: str
 ) -> None:
-    _, complaint = refused(
+    found, complaint = refused(
         "worker", "--listen", f"127.0.0.1:{free_port()}", "--device", "cpu", *flags(tmp_path)
     )
     assert named in complaint
+    assert found == START, complaint
+
+
+@pytest.mark.parametrize(
+    ("flags", "named"),
+    [
+        (["--config", "/no/such/file"], "/no/such/file"),
+        (["--metrics-listen", "nonsense"], "nonsense"),
+        (["--set", "no_such_setting=1"], "no_such_setting"),
+        (["--max-sequences", "0"], "max_sequences"),
+        (["--set", "hosts=3"], "hosts"),
+    ],
+)
+def test_settings_of_a_worker_that_cannot_be_used_have_a_code_of_their_own(
+    flags: list[str], named: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    # as in a process of its own, without its imports: nothing is begun
+    assert worker_main(["--device", "cpu", "--listen", "127.0.0.1:0", *flags]) == CONFIG
+    assert named in capsys.readouterr().err
 
 
 def test_a_worker_with_another_model_is_refused_by_name(stack: Stack, tmp_path: Path) -> None:

@@ -13,16 +13,23 @@ from m3stack.flags import load_config
 from m3stack.follow_host import run_follower
 from m3stack.serve import run_worker
 
+# as the gateway has it: settings that cannot be used, which starting again does not mend
+EXIT_CONFIG = 2
+
 
 def main(argv: Sequence[str]) -> int:
     """Runs one worker.
 
     Returns:
-        0 after a drained stop, 1 if it could not start or failed; of a host that follows, as
-        `run_follower`.
+        0 after a drained stop, 1 if it could not start or failed, 2 for settings that cannot be
+        used; of a host that follows, as `run_follower`.
     """
     try:
         config = load_config(argv)
+    except StartupError as error:
+        print(f"m3stack worker: {error}", file=sys.stderr)
+        return EXIT_CONFIG
+    try:
         model = locate_model(config.model_path)
         name = config.served_model_name or model.name
         config = replace(config, model_path=str(model.directory), served_model_name=name)
