@@ -162,8 +162,9 @@ class _Worker:
         self._engine_ended = asyncio.get_running_loop().create_future()
         self._catch_signals()
         server, port = await self._start_server()
-        metrics_server, metrics_port = self._start_metrics()
+        metrics_server = None
         try:
+            metrics_server, metrics_port = self._start_metrics()
             if on_listening is not None:
                 on_listening(Listening(port, metrics_port))
             return await self._load_and_serve()
