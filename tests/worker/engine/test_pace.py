@@ -13,6 +13,7 @@ from m3stack.engine.budget import SchedulerLimits, split_budget
 from m3stack.engine.pace import PROBE_UP, Pace, PaceLimits
 from m3stack.engine.plan import Row, StepPlan
 from m3stack.engine.sequence import Sequence
+from m3stack.gpu_steps import GPU_SLOWDOWN
 from m3stack.types import Request
 from tests.worker.engine.history_model import sampling
 
@@ -176,10 +177,10 @@ class Gpu:
     is_ahead=st.booleans(),
 )
 @settings(max_examples=40, deadline=None)
-def test_no_step_is_planned_beyond_twice_an_idle_one_unless_the_prompt_needs_it(
+def test_no_step_is_planned_far_beyond_its_bound_unless_the_prompt_needs_it(
     gpu: Gpu, prompts: list[tuple[int, int]], seed: int, is_ahead: bool
 ) -> None:
-    limits, rng = PaceLimits(1.8), random.Random(seed)
+    limits, rng = PaceLimits(GPU_SLOWDOWN), random.Random(seed)
     pace = Pace(limits)
 
     def seconds(mean_ms: float) -> float:
@@ -195,7 +196,7 @@ def test_no_step_is_planned_beyond_twice_an_idle_one_unless_the_prompt_needs_it(
             tokens = min(most, 1984, end - prefix)
             mean_ms = gpu.mean_ms(tokens, prefix)
             # what is learnt is as wrong as steps are noisy
-            assert mean_ms <= gpu.most_ms(prefix, limits, 2.0) * (1.1 + 5 * gpu.noise)
+            assert mean_ms <= gpu.most_ms(prefix, limits, GPU_SLOWDOWN) * (1.1 + 5 * gpu.noise)
             under_way.append((plan(64, tokens, prefix), seconds(mean_ms)))
             prefix += tokens
             # planned ahead, a step is decided on before the one under way has ended
@@ -203,22 +204,33 @@ def test_no_step_is_planned_beyond_twice_an_idle_one_unless_the_prompt_needs_it(
                 pace.saw(*under_way.pop(0))
 
 
-@pytest.mark.parametrize("prefix", [0, 491_520, 900_000])
-def test_a_long_prompt_keeps_its_share_beside_decode(prefix: int) -> None:
+@pytest.mark.parametrize(
+    ("prefix", "length", "least_share", "longest"),
+    [
+        # tokens get dearer, and so does that a prompt is there at all
+        (0, 60_000, 0.43, 2.3),
+        (491_520, 60_000, 0.39, 2.3),
+        (900_000, 60_000, 0.36, 2.3),
+        (0, 1_048_576, 0.40, 2.3),
+    ],
+)
+def test_what_a_worker_ships_with_shares_time_between_a_long_prompt_and_decode(
+    prefix: int, length: int, least_share: float, longest: float
+) -> None:
     gpu, rng = Gpu(12.0, 1.0, 9.8, 0.7, 0.02), random.Random(3)
-    limits = PaceLimits(1.8, prompt_share=0.44)
-    pace = Pace(limits)
+    pace = Pace(PaceLimits(GPU_SLOWDOWN))
     for _ in range(12):
         pace.saw(plan(64), gpu.plain_ms / 1000)
-    for_prompt_ms = all_ms = 0.0
-    for _ in range(120):
+    for_prompt_ms, end, steps_ms = 0.0, prefix + length, list[float]()
+    while prefix < end:
         tokens = min(pace.prompt_tokens(64, prefix_tokens=prefix) or 1984, 1984)
         mean_ms = gpu.mean_ms(tokens, prefix)
         for_prompt_ms += tokens * gpu.slope_ms(prefix)
-        all_ms += mean_ms
+        steps_ms.append(mean_ms)
         pace.saw(plan(64, tokens, prefix), mean_ms * rng.gauss(1, gpu.noise) / 1000)
         prefix += tokens
-    assert for_prompt_ms / all_ms > 0.41
+    assert for_prompt_ms / sum(steps_ms) > least_share
+    assert sorted(steps_ms)[int(0.99 * len(steps_ms))] < longest * gpu.plain_ms
 
 
 def test_a_prompt_behind_a_longer_prefix_begins_with_care() -> None:
