@@ -22,7 +22,8 @@ class Transfers:
         page_tokens: tokens of a page.
         book: is told what was fetched.
         transport: what fetches, if not gRPC; is closed with this.
-        outlets: hand contents out as well, beside gRPC, which every worker speaks.
+        outlets: hand contents out as well, beside gRPC, which every worker speaks; are closed
+            with this.
     """
 
     def __init__(
@@ -65,5 +66,7 @@ class Transfers:
         )
 
     async def close(self) -> None:
-        """Ends the connections to other workers."""
+        """Ends the connections to other workers, and hands nothing out any more."""
+        for outlet in self._outlets:
+            await outlet.close()
         await self._transport.close()

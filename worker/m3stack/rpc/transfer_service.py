@@ -50,6 +50,12 @@ class TransferService(pb_grpc.TransferServiceServicer):
         """There is nothing to be had here, ever."""
         self._refusal = WorkerError(ErrorKind.INVALID_REQUEST, reason)
 
+    async def close(self) -> None:
+        """Hands nothing out any more; calls under way end with their server."""
+        self._store = None
+        reason = "the worker is stopping"
+        self._refusal = WorkerError(ErrorKind.WORKER_UNAVAILABLE, reason)
+
     async def Fetch(self, request: pb.FetchRequest, context: Call) -> None:
         try:
             store = self._ready()

@@ -4,7 +4,8 @@ A filling over NIXL or Mooncake reads the other worker's memory instead of a str
 same: what the other one holds, then each content with its hash. It has two halves: a `Transport` on
 the worker that fetches, an `Outlet` on the one that is asked, which takes what it hands out from
 `handing_out`. `tests/worker/transfer/test_fillings.py` holds every filling to what stands here, and
-has a second one beside gRPC whose contents are read from mapped memory.
+has a second one beside gRPC whose contents are read from mapped memory. A filling is made, and
+begins to listen, where the worker is put together (`serve`), and is given to `transfers.Transfers`.
 
 What a filling need not do: check hashes, resume, wait between attempts, bound how many run at once,
 leave silent sources alone. Whoever takes contents does (`pull`, `sources`).
@@ -122,6 +123,10 @@ class Outlet(Protocol):
 
     def refuse(self, reason: str) -> None:
         """There is nothing to be had here, ever."""
+        ...
+
+    async def close(self) -> None:
+        """Lets go of all that it listens at and holds; what is under way is cut."""
         ...
 
 
