@@ -69,8 +69,34 @@ def test_an_end_that_reads_late_and_lives_gets_all_that_was_sent(ends: tuple[Lin
 def test_an_end_that_reads_nothing_and_says_nothing_is_lost(ends: tuple[Link, Link]) -> None:
     near, _ = ends
     bound(near)
-    with pytest.raises(LinkLostError, match="has taken nothing for 1 s"):
+    with pytest.raises(LinkLostError, match="takes nothing"):
         near.send(Kind.COMMAND, LARGE)
+
+
+def test_an_end_that_lives_and_never_reads_is_given_up(ends: tuple[Link, Link]) -> None:
+    near, far = ends
+    near._busy_s = 2 * SILENCE_S
+    bound(near)
+    hearing = listen(near)
+    done = threading.Event()
+
+    def live() -> None:
+        while not done.wait(SILENCE_S / 5):
+            far.send(Kind.ALIVE)
+
+    living = threading.Thread(target=live)
+    living.start()
+    with ThreadPoolExecutor(1) as pool:
+        sending = pool.submit(near.send, Kind.COMMAND, LARGE)
+        # nor does the end of all wait behind what is not taken
+        with pytest.raises(LinkLostError, match="has taken nothing for 1 s"):
+            near.send(Kind.END)
+        with pytest.raises(LinkLostError, match="takes nothing"):
+            sending.result(WAIT_S)
+    done.set()
+    living.join(WAIT_S)
+    near.close()
+    hearing.join(WAIT_S)
 
 
 def test_a_send_that_waits_ends_with_the_link(ends: tuple[Link, Link]) -> None:

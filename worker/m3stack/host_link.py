@@ -16,6 +16,8 @@ from m3stack.errors import StartupError
 
 # how long the other end gets to show that it knows the key
 HANDSHAKE_S = 10.0
+# longest that an end may take nothing although it lives: ranks give each other up before that
+BUSY_S = 120.0
 # signs of life in the time after which an end counts as lost
 SIGNS = 5
 # what is said before anything is commanded is short
@@ -54,14 +56,16 @@ class Link:
         sock: connected; belongs to the link from now on.
         silence_s: longest time without a message, after which the other end counts as lost. One
             that takes nothing for as long is busy if it gives signs of life meanwhile.
+        busy_s: longest time for that.
 
     Raises:
         LinkLostError: the other end has gone again already; the socket is closed.
     """
 
-    def __init__(self, sock: socket.socket, *, silence_s: float) -> None:
+    def __init__(self, sock: socket.socket, *, silence_s: float, busy_s: float = BUSY_S) -> None:
         self._sock = sock
         self._silence_s = silence_s
+        self._busy_s = max(busy_s, silence_s)
         try:
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             # a socket of both families writes the addresses of one in the form of the other
@@ -97,13 +101,22 @@ class Link:
         threading.Thread(target=self._give_signs, name="m3stack-signs", daemon=True).start()
 
     def send(self, kind: Kind, data: bytes = b"") -> None:
-        """Raises LinkLostError if the other end is gone, or takes nothing and is silent."""
+        """Raises LinkLostError if the other end is gone, or takes nothing and is silent.
+
+        The end of all is not worth patience: it is said within `silence_s` or not at all.
+        """
+        patience_s = self._silence_s if kind is Kind.END else self._busy_s
+        until = time.monotonic() + patience_s
         size = len(kind.value) + len(data)
         # as `Connection` writes a message, which cannot go on with one that was taken in part
         head = struct.pack("!i", size) if size <= _INT_MAX else struct.pack("!iQ", -1, size)
-        with self._lock:
-            self._send_all(head + kind.value)
-            self._send_all(data)
+        if not self._lock.acquire(timeout=patience_s):
+            raise LinkLostError(f"has taken nothing for {patience_s:g} s")
+        try:
+            self._send_all(head + kind.value, until)
+            self._send_all(data, until)
+        finally:
+            self._lock.release()
 
     def receive(self, max_bytes: int | None = None) -> tuple[Kind, bytes]:
         """The next message that is more than a sign of life.
@@ -133,15 +146,16 @@ class Link:
             self._sock.shutdown(socket.SHUT_RDWR)
         self._sock.close()
 
-    def _send_all(self, data: bytes) -> None:
+    def _send_all(self, data: bytes, until: float) -> None:
         rest = memoryview(data)
         while rest:
             try:
                 rest = rest[self._sock.send(rest) :]
             except BlockingIOError as error:
                 # the other end reads nothing while its ranks have no room, and lives
-                if time.monotonic() - self._heard_at > self._silence_s:
-                    raise LinkLostError(f"has taken nothing for {self._silence_s:g} s") from error
+                now = time.monotonic()
+                if now > until or now - self._heard_at > self._silence_s:
+                    raise LinkLostError("takes nothing") from error
             except OSError as error:
                 raise LinkLostError("is gone") from error
 

@@ -37,7 +37,7 @@ class BesideShape:
     decoding_context: int = 4096
     befores: tuple[int, ...] = (0, 245_760, 491_520, 737_280, 983_040)
     stretch: int = 49_152
-    slowdown: float = 1.8
+    slowdown: float = 0.0
     max_mixed_tokens: int = 2048
     max_batch_tokens: int = 8192
     idle_tokens: int = 200

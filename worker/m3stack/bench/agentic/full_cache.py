@@ -26,7 +26,7 @@ class FullCacheShape:
     host_slots: int = 2048
     max_batch_tokens: int = 8192
     max_mixed_tokens: int = 2048
-    slowdown: float = 1.8
+    slowdown: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)

@@ -172,7 +172,7 @@ class Bench:
 
     def full_cache(self) -> None:
         """Throughput at twice the concurrency that fills the cache."""
-        shape = full_cache.FullCacheShape(self.shape)
+        shape = full_cache.FullCacheShape(self.shape, slowdown=self.arguments.slowdown)
         if self.arguments.toy:
             shape = full_cache.FullCacheShape(
                 self.shape, 2, (1, 2, 4), 16, max_batch_tokens=64, max_mixed_tokens=32, slowdown=0
