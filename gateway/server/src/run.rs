@@ -73,12 +73,15 @@ async fn serve_until_signal(config: GatewayConfig) -> Result<(), StartError> {
     let mut interrupt = signal(SignalKind::interrupt())?;
     let mut hangup = signal(SignalKind::hangup())?;
     // a port that is taken should be said before a large tokenizer is read
-    let address = config.listen.clone();
-    let listener = listen(&address).await?;
+    let listener = listen(&config.listen).await?;
     let admin = match &config.admin_listen {
         Some(address) => Some(listen(address).await?),
         None => None,
     };
+    // what the system has bound: the settings may have said port 0
+    let address = listener.local_addr()?;
+    let admin_address = admin.as_ref().map(TcpListener::local_addr).transpose()?;
+    let admin_address = admin_address.map_or("off".to_owned(), |address| address.to_string());
     let app = App::start(config)?;
     tracing::info!(
         %address,
@@ -86,7 +89,7 @@ async fn serve_until_signal(config: GatewayConfig) -> Result<(), StartError> {
         tokenizer = app.model.prompt_builder.tokenizer().engine_name(),
         workers = app.config.workers.len(),
         tls = app.tls.is_some(),
-        admin = app.config.admin_listen.as_deref().unwrap_or("off"),
+        admin = %admin_address,
         "gateway listens"
     );
     let gone = CancellationToken::new();

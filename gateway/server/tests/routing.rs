@@ -10,6 +10,7 @@ use gateway_core::routing::{ChainPrompt, page_keys};
 use gateway_media::{PatchLayout, PixelNorm};
 use serde_json::{Value, json};
 use support::{Act, FakeWorker, Gateway, chat_body, eventually, proto, replace, saying, worker};
+use tokio::sync::Notify;
 
 fn workers(count: usize) -> Vec<FakeWorker> {
     let workers: Vec<_> = (0..count).map(|_| worker()).collect();
@@ -224,6 +225,50 @@ async fn a_fleet_with_too_much_to_do_sends_requests_away_and_says_for_how_long()
 }
 
 #[tokio::test]
+async fn a_request_stays_with_a_silent_worker_while_the_others_are_too_busy() {
+    let workers = workers(2);
+    let speak = Arc::new(Notify::new());
+    let mut acts = vec![Act::Start, Act::Wait(Arc::clone(&speak))];
+    acts.extend(saying("after all"));
+    workers.iter().for_each(|worker| worker.set_acts(acts.clone()));
+    let gateway = before(&workers, &["--set", "max_queue_wait_s=2"]).await;
+    let asking = tokio::spawn({
+        let (client, url) = (gateway.client.clone(), gateway.url.clone());
+        let body = chat_body(json!({})).to_string();
+        async move {
+            let sent = client.post(format!("{url}/v1/chat/completions")).body(body).send().await;
+            support::read(sent.unwrap()).await
+        }
+    });
+    eventually("a worker has it", || asked(&workers) != [0, 0]).await;
+    let (holder, other) = match asked(&workers)[..] {
+        [1, 0] => (&workers[0], &workers[1]),
+        _ => (&workers[1], &workers[0]),
+    };
+    other.set_load(proto::Load {
+        waiting_prompt_tokens: 40_000,
+        prompt_tokens_per_s: 1000.0,
+        steps: 1,
+        ..Default::default()
+    });
+    let app = Arc::clone(&gateway.app);
+    eventually("the load is known", move || {
+        app.workers.fleet().load.waiting_prompt_tokens == 40_000
+    })
+    .await;
+
+    holder.fall_silent();
+    holder.wait_until(|record| record.watched == 2).await;
+    speak.notify_one();
+
+    let reply = asking.await.unwrap();
+    assert_eq!(reply.status, 200, "{}", reply.text);
+    assert_eq!(reply.json()["choices"][0]["message"]["content"], "after all");
+    assert_eq!(other.seen().len(), 0);
+    gateway.assert_idle().await;
+}
+
+#[tokio::test]
 async fn what_a_tenant_may_have_is_held_to_and_given_back() {
     let file = tempfile::NamedTempFile::new().unwrap().into_temp_path();
     std::fs::write(&file, "[default]\nmax_concurrent_requests = 1\ntokens_per_minute = 600\n")
@@ -289,8 +334,10 @@ async fn the_list_of_workers_is_read_again_when_its_file_changes() {
     drop(running);
     workers[0].wait_until(|record| record.cancelled == 1).await;
 
-    // a file that is broken for a while takes nobody away
+    // a file that is broken or empty for a while takes nobody away
     replace(&file, "not an address\n");
+    gateway.app.discovery.refresh();
+    replace(&file, "");
     gateway.app.discovery.refresh();
     file.close().unwrap();
     gateway.app.discovery.refresh();

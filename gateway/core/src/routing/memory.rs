@@ -28,26 +28,27 @@ pub struct KnownChain {
     num_pages: usize,
 }
 
-#[derive(Debug)]
+/// Prompts that one may begin as.
+#[derive(Debug, Default)]
+pub struct Candidates {
+    seen: Vec<Seen>,
+}
+
+#[derive(Clone, Debug)]
 struct Seen {
     chain: KnownChain,
     token_ids: Arc<Vec<u32>>,
 }
 
 impl ChainMemory {
-    /// What is known of the prompt's pages of `page_tokens` tokens under this epoch.
-    pub fn find(&self, prompt: &ChainPrompt<'_>, page_tokens: usize, epoch: u64) -> KnownChain {
-        let root = root_key(prompt, epoch);
-        let unknown = KnownChain { root, page_tokens, keys: Arc::from([]), num_pages: 0 };
+    /// The prompts that may begin as this one does; quick, however long they are, so that whoever
+    /// shares the memory holds it for no comparison.
+    pub fn like(&self, prompt: &ChainPrompt<'_>, page_tokens: usize) -> Candidates {
         if page_tokens == 0 || !is_remembered(prompt, page_tokens) {
-            return unknown;
+            return Candidates::default();
         }
-        let same = |seen: &&Seen| seen.chain.root == root && seen.chain.page_tokens == page_tokens;
-        let known = self.seen.iter().filter(same).map(|seen| {
-            let num_pages = common(&seen.token_ids, prompt.token_ids, page_tokens);
-            KnownChain { num_pages: num_pages.min(seen.chain.num_pages), ..seen.chain.clone() }
-        });
-        known.max_by_key(|known| known.num_pages).unwrap_or(unknown)
+        let same = |seen: &&Seen| seen.chain.page_tokens == page_tokens;
+        Candidates { seen: self.seen.iter().filter(same).cloned().collect() }
     }
 
     /// Keeps a whole chain that [`KnownChain::whole`] gave; `token_ids` are those of its prompt.
@@ -68,6 +69,21 @@ impl ChainMemory {
             let Some(oldest) = self.seen.pop_back() else { break };
             self.num_tokens -= oldest.token_ids.len();
         }
+    }
+}
+
+impl Candidates {
+    /// What is known of the prompt's pages of `page_tokens` tokens under this epoch, by the one that
+    /// shares most of them. Both as they were given to [`ChainMemory::like`].
+    pub fn longest(&self, prompt: &ChainPrompt<'_>, page_tokens: usize, epoch: u64) -> KnownChain {
+        let root = root_key(prompt, epoch);
+        let unknown = KnownChain { root, page_tokens, keys: Arc::from([]), num_pages: 0 };
+        let same = |seen: &&Seen| seen.chain.root == root;
+        let known = self.seen.iter().filter(same).map(|seen| {
+            let num_pages = common(&seen.token_ids, prompt.token_ids, page_tokens);
+            KnownChain { num_pages: num_pages.min(seen.chain.num_pages), ..seen.chain.clone() }
+        });
+        known.max_by_key(|known| known.num_pages).unwrap_or(unknown)
     }
 }
 

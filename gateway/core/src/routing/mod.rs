@@ -20,7 +20,7 @@ pub use breaker::{Breaker, BreakerPolicy, Outcome};
 pub use chain::{ChainMedia, ChainPrompt, PageKeys, page_keys};
 pub use demand::{CacheNews, Choice, Demand, NoChoice, Reason, Ticket};
 pub use index::{MAX_SEATS, PrefixIndex};
-pub use memory::{ChainMemory, KnownChain};
+pub use memory::{Candidates, ChainMemory, KnownChain};
 pub use roles::{Division, Role, Stage};
 pub use router::Router;
 pub use seat::{Health, Policy, SeatId, SeatLoad, Standing};

@@ -269,13 +269,14 @@ impl Router {
         }
     }
 
-    /// Whether anybody could take a request.
-    pub fn has_fit(&mut self, demand: &Demand, now_s: f64) -> bool {
+    /// Whether [`Router::choose`] would find somebody now, not too busy; changes nothing.
+    pub fn could_choose(&mut self, demand: &Demand, now_s: f64) -> bool {
+        let turn = self.turn;
         let mut fit = std::mem::take(&mut self.fit);
-        self.find_fit(demand, now_s, &mut fit);
-        let has_fit = !fit.is_empty();
+        let choice = self.choose_among(demand, now_s, &mut fit);
         self.fit = fit;
-        has_fit
+        self.turn = turn;
+        choice.is_ok()
     }
 
     fn find_fit(&self, demand: &Demand, now_s: f64, fit: &mut Vec<Fit>) {

@@ -1,4 +1,7 @@
 //! Workers from a file: one address a line, `#` begins a comment; read anew when it changes.
+//!
+//! Files are read while they are written: what one says is believed once it has said so twice, a
+//! second apart, or when somebody asks for a look.
 
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -35,23 +38,48 @@ fn parse(text: &str) -> Result<Vec<WorkerAddress>, String> {
     Ok(addresses)
 }
 
-/// Publishes the file's addresses whenever they change. A file that is gone or broken for a while
-/// changes nothing: better old workers than none.
+/// Publishes the file's addresses whenever they change. A file that is gone, broken or empty for a
+/// while changes nothing: better old workers than none.
 pub(super) async fn follow(path: PathBuf, publish: Publisher, wake: Arc<Notify>) {
     let mut complaint = String::new();
+    let mut reading = Reading::default();
     loop {
-        let _ = tokio::time::timeout(INTERVAL, wake.notified()).await;
-        match tokio::fs::read_to_string(&path).await.map_err(|error| error.to_string()) {
-            Ok(text) => match parse(&text) {
-                Ok(list) => {
-                    complaint.clear();
+        let is_asked = tokio::time::timeout(INTERVAL, wake.notified()).await.is_ok();
+        let text = tokio::fs::read_to_string(&path).await.map_err(|error| error.to_string());
+        match text.and_then(|text| reading.take(text, is_asked)) {
+            Ok(list) => {
+                complaint.clear();
+                if let Some(list) = list {
                     publish.set(list);
-                    continue;
                 }
-                Err(error) => complain(&path, error, &mut complaint),
-            },
+            }
             Err(error) => complain(&path, error, &mut complaint),
         }
+    }
+}
+
+/// What the file said when it was last looked at.
+#[derive(Debug, Default)]
+struct Reading {
+    last: String,
+}
+
+impl Reading {
+    /// The list to follow from now on; `None` for one that may still be written. Whoever has asked
+    /// for a look means the file as it is.
+    ///
+    /// # Errors
+    /// A file that says nothing at all, or the line that is no address.
+    fn take(&mut self, text: String, is_asked: bool) -> Result<Option<Vec<WorkerAddress>>, String> {
+        let is_settled = is_asked || self.last == text;
+        self.last = text;
+        if self.last.trim().is_empty() {
+            return Err("it is empty; the workers stay as they were (a comment alone means that \
+                        there are none)"
+                .to_owned());
+        }
+        let list = parse(&self.last)?;
+        Ok(is_settled.then_some(list))
     }
 }
 
@@ -74,5 +102,27 @@ mod tests {
         assert_eq!(uris, ["http://a:1", "http://b:2", "https://c:3"]);
         assert!(parse("a:1\nb\n").unwrap_err().starts_with("line 2: expected host:port"));
         assert_eq!(parse("").unwrap(), []);
+    }
+
+    #[test]
+    fn a_file_in_the_middle_of_being_written_takes_no_worker_away() {
+        let mut reading = Reading::default();
+        let mut look = |text: &str, is_asked| {
+            let list = reading.take(text.to_owned(), is_asked);
+            list.map(|list| list.map(|list| list.len()))
+        };
+        assert_eq!(look("a:1\nb:2\n", true), Ok(Some(2)));
+        assert_eq!(look("a:1\nb:2\n", false), Ok(Some(2)));
+        // cut short, then its first line alone, then an address that lacks its last digit
+        assert!(look("", false).unwrap_err().starts_with("it is empty"));
+        assert!(look("", false).is_err());
+        assert_eq!(look("c:10\n", false), Ok(None));
+        assert_eq!(look("c:10\nd:1", false), Ok(None));
+        assert_eq!(look("c:10\nd:10\n", false), Ok(None));
+        assert_eq!(look("c:10\nd:10\n", false), Ok(Some(2)));
+        // who asks is believed, and a comment says that nobody is meant
+        assert_eq!(look("e:1\n", true), Ok(Some(1)));
+        assert!(look("\n \n", true).is_err());
+        assert_eq!(look("# none\n", true), Ok(Some(0)));
     }
 }

@@ -39,8 +39,10 @@ pub(super) fn demand(
     // a panic while it was held left it whole: at worst one prompt is not remembered
     let memory = || memory.lock().unwrap_or_else(PoisonError::into_inner);
     let keys = |(epoch, page_tokens): &(u64, u32)| {
-        let known = memory().find(&prompt, *page_tokens as usize, *epoch);
-        let chain = known.whole(&prompt);
+        let page_tokens = *page_tokens as usize;
+        // compared and hashed with nothing held: other requests need the memory as well
+        let like = memory().like(&prompt, page_tokens);
+        let chain = like.longest(&prompt, page_tokens, *epoch).whole(&prompt);
         let keys = chain.page_keys();
         memory().keep(chain, &header.prompt_token_ids);
         (*epoch, keys)

@@ -166,10 +166,10 @@ impl WorkerPool {
         }
     }
 
-    /// Whether a worker other than the leased one could take a request now.
+    /// Whether [`WorkerPool::lease`] would give a worker other than the leased one now.
     pub fn has_another(&self, demand: &Demand, than: &WorkerLease) -> bool {
         let demand = Demand { excluded: Some(than.seat), ..demand.clone() };
-        self.shared.router().has_fit(&demand, self.shared.now_s())
+        self.shared.router().could_choose(&demand, self.shared.now_s())
     }
 
     /// Leases one worker, whatever it has to do.

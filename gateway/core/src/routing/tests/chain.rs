@@ -4,7 +4,7 @@ use gateway_media::{GridThw, MediaHash, PatchLayout, PixelNorm};
 use serde_json::Value;
 
 use super::super::chain::{ChainMedia, ChainPrompt, page_keys};
-use super::super::memory::ChainMemory;
+use super::super::memory::{ChainMemory, KnownChain};
 use crate::model::MediaKind;
 use crate::prompt::Span;
 use std::sync::Arc;
@@ -79,6 +79,15 @@ fn text_prompt<'a>(token_ids: &'a [u32], tenant: &'a str) -> ChainPrompt<'a> {
     }
 }
 
+fn known(
+    memory: &ChainMemory,
+    prompt: &ChainPrompt<'_>,
+    page_tokens: usize,
+    epoch: u64,
+) -> KnownChain {
+    memory.like(prompt, page_tokens).longest(prompt, page_tokens, epoch)
+}
+
 #[test]
 fn a_remembered_beginning_changes_no_key() {
     let mut memory = ChainMemory::default();
@@ -101,7 +110,7 @@ fn a_remembered_beginning_changes_no_key() {
     ] {
         let ids = ids(length, other_from);
         let prompt = text_prompt(&ids, tenant);
-        let chain = memory.find(&prompt, page_tokens, epoch).whole(&prompt);
+        let chain = known(&memory, &prompt, page_tokens, epoch).whole(&prompt);
         assert_eq!(chain.page_keys(), page_keys(&prompt, page_tokens, epoch));
         memory.keep(chain, &ids);
     }
@@ -112,19 +121,19 @@ fn a_common_beginning_is_found_and_old_prompts_are_let_go() {
     let mut memory = ChainMemory::default();
     let long = Arc::new(vec![7; 1000]);
     let prompt = text_prompt(&long, "");
-    memory.keep(memory.find(&prompt, 8, 0).whole(&prompt), &long);
+    memory.keep(known(&memory, &prompt, 8, 0).whole(&prompt), &long);
 
     let mut other = long.to_vec();
     other[500] = 8;
-    assert_eq!(memory.find(&text_prompt(&other, ""), 8, 0).num_pages(), 500 / 8);
-    assert_eq!(memory.find(&text_prompt(&other, "a"), 8, 0).num_pages(), 0);
+    assert_eq!(known(&memory, &text_prompt(&other, ""), 8, 0).num_pages(), 500 / 8);
+    assert_eq!(known(&memory, &text_prompt(&other, "a"), 8, 0).num_pages(), 0);
 
     for number in 0..100 {
         let fresh = Arc::new(vec![number; 1000]);
         let prompt = text_prompt(&fresh, "");
-        memory.keep(memory.find(&prompt, 8, 0).whole(&prompt), &fresh);
+        memory.keep(known(&memory, &prompt, 8, 0).whole(&prompt), &fresh);
     }
-    assert_eq!(memory.find(&prompt, 8, 0).num_pages(), 0);
+    assert_eq!(known(&memory, &prompt, 8, 0).num_pages(), 0);
 }
 
 #[test]
