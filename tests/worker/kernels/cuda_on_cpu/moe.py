@@ -7,8 +7,6 @@ import subprocess
 from ctypes import c_uint
 from pathlib import Path
 
-import torch
-
 from m3stack.kernels.build import SOURCES
 from m3stack.kernels.moe.cuda_library import ExpertLibrary
 from tests.worker.kernels.cuda_on_cpu.build import DYNAMIC, HERE
@@ -64,7 +62,7 @@ class EmulatedExperts(ExpertLibrary):
     def __init__(self, path: Path, *, processors: int, seed: int) -> None:
         library = ctypes.CDLL(str(path))
         library.start_emulator(c_uint(seed))
-        self._bind(library, processors, torch.device("cpu"))
+        self._bind(library, processors)
 
     def _stream(self) -> int:
         return 0

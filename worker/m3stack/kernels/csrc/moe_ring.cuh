@@ -2,12 +2,9 @@
 //
 // A tile is 128 rows of a weight times up to `kMost` tokens of one expert. A warp copies both for all
 // tiles of its block, ahead of two warpgroups that own 64 rows each. Weights are the left operand, so
-// that a product is as wide as an expert has tokens, and come into it by registers: a product of more
-// than 256 tokens is two, which would else read them from shared memory twice. MXFP8 is decoded on the
-// way. A lane takes 16 bytes that stand side by side, which fixes which of the product's columns they
-// are; tokens and hidden rows stand in that order (`column_at`).
-// Blocks by themselves take the next tile when they come to it, for the memory does not serve all alike.
-// Clusters go in step, each by its own stride: what several read of a token then finds it in L2.
+// that a product is as wide as an expert has tokens: bf16 ones are multiplied where they stand, MXFP8
+// ones are decoded into registers. A lane takes 16 bytes that stand side by side, which fixes which of
+// the product's columns they are; tokens and hidden rows stand in that order (`column_at`).
 // Of the up product, rows of gates and ups of the same channels fall to the same lane.
 #pragma once
 #include "moe_products.cuh"
@@ -19,8 +16,6 @@ constexpr int kChunk = 64;      // columns of tokens side by side
 constexpr int kTileRows = 128;  // of a weight
 constexpr int kConsumers = 2;
 constexpr int kRingThreads = (kConsumers + 1) * kWarpgroup;
-constexpr int kMostLone = 33;   // blocks of a lone token, in any order
-constexpr int kTurns = 2;       // tiles told ahead
 constexpr int kNeighbours = 4;  // blocks that read a weight's rows one after another
 constexpr int kMostShared = 225 * 1024;  // of a processor
 
@@ -29,12 +24,11 @@ enum Mode { kUp = 0, kDown = 1 };
 struct RingArgs {
     const uint8_t* scales;  // [E, rows, width / 32], 0 to 134; null for bf16
     const uint8_t* own_scales;
-    const int32_t* experts;     // [blocks], negative where a block is not used; these come last, see `kMostLone`
+    const int32_t* experts;     // [blocks], -1 where a block is not used; these come last
     const int32_t* firsts;      // [blocks], first sorted row
     const int32_t* counts;      // [blocks], rows
     const int32_t* pairs;       // [num_pairs], pair of a sorted row
     const float* pair_weights;  // [num_pairs], by pair
-    int32_t* next_tile;         // counts the tiles taken beyond each block's first; 0 before a launch
     __nv_bfloat16* out;         // up: [rows, outputs] sorted, MXFP8 in `column_at`'s order; down: by pair
     float alpha;
     float limit;
@@ -67,7 +61,6 @@ struct Form {
     // where few tokens leave registers free, a second block decodes while the first waits
     static constexpr int kBlocks = MOST <= 32 ? 2 : 1;  // of a processor
     static constexpr int kStages = (kMostShared / kBlocks - 2 * kConsumers * 4 * MOST) / kStageBytes;
-    static constexpr bool kTakesTurns = CLUSTER == 1;
     static constexpr int kTileChannels = MODE == kUp ? 64 : 128;
 };
 
@@ -77,8 +70,6 @@ struct __align__(1024) RingShared {
     int rows[kConsumers][F::kMost];
     float weights[kConsumers][F::kMost];
     uint64_t full[F::kStages], empty[F::kStages];
-    int numbers[kTurns];  // of tiles to come
-    uint64_t told[kTurns], heard[kTurns];
 };
 
 // One block's place among tiles: which rows of the weight, which tokens.
@@ -116,51 +107,14 @@ struct Walk {
             tile.count = min(a.own_block, a.num_tokens - tile.first_token);
         } else {
             tile.expert = a.experts[block - shared_blocks];
-            // of many, blocks that are not used come last
-            if (tile.expert < 0 && block == first && num_blocks > kMostLone) return false;
+            // blocks that are not used come last
+            if (tile.expert < 0 && block == first) return false;
             tile.first = tile.first_token = a.firsts[block - shared_blocks];
             tile.count = tile.expert < 0 ? 0 : a.counts[block - shared_blocks];
         }
         return true;
     }
 };
-
-// ---- whose turn it is ----
-// A reader's way through the numbers of tiles: the copying lane, or a warp that multiplies.
-template <typename F>
-struct Turns {
-    int number, step;
-    Ring<kTurns> ring;
-
-    __device__ __forceinline__ Turns(int first, int step_) : number(first), step(step_) {}
-
-    // `hears`: by one lane of those that read together, when all of them have
-    template <typename Hears>
-    __device__ __forceinline__ void advance(RingShared<F>& shared, const Hears& hears) {
-        if constexpr (F::kTakesTurns) {
-            barrier_wait(&shared.told[ring.stage], ring.parity);
-            number = shared.numbers[ring.stage];
-            if (hears()) barrier_arrive(&shared.heard[ring.stage]);
-            ring.advance();
-        } else {
-            number += step;
-        }
-    }
-};
-
-// Tells a block its tiles, by one lane of it, up to the first number without one.
-template <typename F>
-__device__ __forceinline__ void tell(const RingArgs& a, RingShared<F>& shared, const Walk<F>& walk, int first, int step) {
-    Ring<kTurns> ring;
-    Tile tile;
-    for (int number = first; walk.find(a, number, 0, tile);) {
-        number = step + atomicAdd(a.next_tile, 1);
-        barrier_wait(&shared.heard[ring.stage], ring.parity ^ 1);
-        shared.numbers[ring.stage] = number;
-        barrier_arrive(&shared.told[ring.stage]);
-        ring.advance();
-    }
-}
 
 // The column of a weight that stands at a place of the order in which MXFP8 is decoded.
 __device__ __forceinline__ int column_at(int place) {
@@ -236,8 +190,7 @@ __device__ __forceinline__ void produce(const RingLaunch& launch, RingShared<F>&
     Ring<F::kStages> ring;
     Tile tile;
     bool is_first = true;
-    const auto hears = [] { return true; };
-    for (Turns<F> turns(first, step); walk.find(launch.a, turns.number, rank, tile); turns.advance(shared, hears)) {
+    for (int number = first; walk.find(launch.a, number, rank, tile); number += step) {
         if (tile.count == 0) continue;
         const Copies<F> copies(launch, tile, rank);
         int ahead = 0;
@@ -284,6 +237,16 @@ __device__ __forceinline__ void release(RingShared<F>& shared, int stage) {
 
 // products wider than 256 tokens are two halves
 template <int N, int SIZE>
+__device__ __forceinline__ void multiply_shared(float (&d)[SIZE], uint64_t a, uint64_t b, int accumulate) {
+    if constexpr (N <= 256) {
+        mma_shared<0, N>(d, a, b, accumulate);
+    } else {
+        mma_shared<0, N / 2>(d, a, b, accumulate);
+        mma_shared<N / 4, N / 2>(d, a, b + (N / 2 * kChunk * 2 >> 4), accumulate);
+    }
+}
+
+template <int N, int SIZE>
 __device__ __forceinline__ void multiply_registers(float (&d)[SIZE], const uint32_t (&a)[4], uint64_t b, int accumulate) {
     if constexpr (N <= 256) {
         mma_registers<0, N>(d, a, b, accumulate);
@@ -293,63 +256,23 @@ __device__ __forceinline__ void multiply_registers(float (&d)[SIZE], const uint3
     }
 }
 
-// Two 64 x 16 left operands, half of 64 columns.
-struct Operands {
-    uint32_t a[2][4];
-
-    // of rows of 128 bytes with the 128-byte swizzle, two groups of 16 columns from `column` on; by the
-    // address of the lane's row, which is row `lane % 16` of its warp
-    __device__ __forceinline__ void load(uint32_t row_at, int column) {
-        const int lane = threadIdx.x % 32;
-#pragma unroll
-        for (int k = 0; k < 2; ++k) {
-            const int place = column / 8 + 2 * k + lane / 16;
-            load_matrices(a[k], row_at + ((place ^ lane % 8) << 4));
-        }
-        settle();
-    }
-
-    __device__ __forceinline__ void take(uint32_t low0, uint32_t low1, uint32_t high0, uint32_t high1,
-                                         uint32_t low_factor, uint32_t high_factor) {
-        const uint32_t low[2] = {low0, low1}, high[2] = {high0, high1};
-#pragma unroll
-        for (int k = 0; k < 2; ++k) {
-            a[k][0] = times(widened_even(low[k]), low_factor);
-            a[k][1] = times(widened_even(high[k]), high_factor);
-            a[k][2] = times(widened_odd(low[k]), low_factor);
-            a[k][3] = times(widened_odd(high[k]), high_factor);
-        }
-        settle();
-    }
-
-    __device__ __forceinline__ void settle() {
-#pragma unroll
-        for (int k = 0; k < 2; ++k) mma_settle_operand(a[k]);
-    }
-};
-
-// bf16: a lane loads its part of the weights, half of a stage ahead of the products.
+// bf16: both operands stand in shared memory.
 template <typename F, int N>
 __device__ __forceinline__ void multiply_plain(float (&d)[N / 2], int chunks, RingShared<F>& shared,
                                                Ring<F::kStages>& ring) {
-    const int row = (threadIdx.x / 32 - kWarpgroup / 32) * 16 + threadIdx.x % 16;
-    Operands left[2];
+    const int group = threadIdx.x / kWarpgroup - 1;
     int before = 0;
     for (int chunk = 0; chunk < chunks; ++chunk) {
         barrier_wait(&shared.full[ring.stage], ring.parity);
         const uint32_t at = shared_address(shared.stages[ring.stage]);
-        const uint64_t b = describe_rows(at + F::kWeightBytes);
+        const uint64_t a = describe_rows(at + group * 64 * kChunk * 2), b = describe_rows(at + F::kWeightBytes);
+        mma_fence();
 #pragma unroll
-        for (int half = 0; half < 2; ++half) {
-            // products of these registers have ended; those of the other two run on
-            left[half].load(at + row * kChunk * 2, half * kChunk / 2);
-            mma_fence();
-#pragma unroll
-            for (int k = 0; k < 2; ++k) multiply_registers<N>(d, left[half].a[k], b + 4 * half + 2 * k, 1);
-            mma_commit();
-            mma_wait<1>();
-            if (half == 0 && chunk > 0) release<F>(shared, before);
-        }
+        for (int k = 0; k < 4; ++k) multiply_shared<N>(d, a + 2 * k, b + 2 * k, 1);
+        mma_commit();
+        // the next products are queued before these end
+        mma_wait<1>();
+        if (chunk > 0) release<F>(shared, before);
         before = ring.stage;
         ring.advance();
     }
@@ -379,6 +302,25 @@ struct Scales {
             low_words[1] = load_scales(low + 4 * (word + 2));
             high_words[1] = load_scales(high + 4 * (word + 2));
         }
+    }
+};
+
+// Two 64 x 16 left operands, half of a stage's.
+struct Operands {
+    uint32_t a[2][4];
+
+    __device__ __forceinline__ void take(uint32_t low0, uint32_t low1, uint32_t high0, uint32_t high1,
+                                         uint32_t low_factor, uint32_t high_factor) {
+        const uint32_t low[2] = {low0, low1}, high[2] = {high0, high1};
+#pragma unroll
+        for (int k = 0; k < 2; ++k) {
+            a[k][0] = times(widened_even(low[k]), low_factor);
+            a[k][1] = times(widened_even(high[k]), high_factor);
+            a[k][2] = times(widened_odd(low[k]), low_factor);
+            a[k][3] = times(widened_odd(high[k]), high_factor);
+        }
+#pragma unroll
+        for (int k = 0; k < 2; ++k) mma_settle_operand(a[k]);
     }
 };
 
@@ -526,11 +468,7 @@ __device__ __forceinline__ void consume(const RingArgs& a, RingShared<F>& shared
     const Lane<F> lane(a.outputs);
     Ring<F::kStages> ring;
     Tile tile;
-    const auto hears = [] {
-        __syncwarp();
-        return threadIdx.x % 32 == 0;
-    };
-    for (Turns<F> turns(first, step); walk.find(a, turns.number, rank, tile); turns.advance(shared, hears)) {
+    for (int number = first; walk.find(a, number, rank, tile); number += step) {
         if (tile.count == 0) continue;
         const bool is_own = tile.expert < 0;
         Scales scales = {};
@@ -561,7 +499,6 @@ __device__ __forceinline__ void consume(const RingArgs& a, RingShared<F>& shared
             if (tile.count <= 64) run<F, 64>(a, tile, lane, scales, shared, ring);
             else if (tile.count <= 128) run<F, 128>(a, tile, lane, scales, shared, ring);
             else if (tile.count <= 192) run<F, 192>(a, tile, lane, scales, shared, ring);
-            else if (tile.count <= 240) run<F, 240>(a, tile, lane, scales, shared, ring);
             else if (tile.count <= 256) run<F, 256>(a, tile, lane, scales, shared, ring);
             else if (tile.count <= 272) run<F, 272>(a, tile, lane, scales, shared, ring);
             else run<F, 288>(a, tile, lane, scales, shared, ring);
@@ -587,10 +524,6 @@ __global__ void __launch_bounds__(kRingThreads, F::kBlocks) ring_kernel(const __
             barrier_init(&shared.full[stage], 1);
             barrier_init(&shared.empty[stage], F::kCluster * kConsumers * kWarpgroup / 32);
         }
-        for (int turn = 0; turn < kTurns; ++turn) {
-            barrier_init(&shared.told[turn], 1);
-            barrier_init(&shared.heard[turn], 1 + kConsumers * kWarpgroup / 32);
-        }
         barrier_init_fence();
     }
     int rank = 0;
@@ -607,7 +540,6 @@ __global__ void __launch_bounds__(kRingThreads, F::kBlocks) ring_kernel(const __
     if (threadIdx.x < kWarpgroup) {
         give_registers<F::kBlocks == 2 ? 24 : 40>();
         if (threadIdx.x == 0) produce<F>(launch, shared, walk, first, step, rank);
-        if (F::kTakesTurns && threadIdx.x == 32) tell<F>(launch.a, shared, walk, first, step);
         __syncwarp();
         leave<F>();
     } else {

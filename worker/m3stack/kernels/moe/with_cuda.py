@@ -57,6 +57,8 @@ def choose_path(num_tokens: int, num_pairs: int, num_experts: int, *, is_mxfp8: 
     """What was fastest, by the pairs an expert of any rank has on average: by sizes alone."""
     average = num_pairs / num_experts
     if is_mxfp8:
+        if average <= 0.25 or num_tokens == 1:
+            return Path.FEW
         return Path.SOME if average <= 40 else Path.MANY
     if num_tokens <= 4:
         return Path.FEW
@@ -205,13 +207,13 @@ class CudaExperts:
             )  # fmt: skip
             self._library.few(arguments, tokens, Mode.LINEAR)
             return out
-        ordered = self._library.gather(rows, None, is_coded=True, with_tokens=True)
+        ordered = self._library.gather(rows, None, top_k=1, is_coded=True, with_tokens=True)
         box = box_tokens(num_tokens, MANY_TOKENS)
         # a down product of the shared expert alone is a linear
         arguments = RingArgs(
-            own_scales=scales, next_tile=self._library.next_tiles[Mode.DOWN :].data_ptr(),
-            out=out.data_ptr(), factor=1.0, num_tokens=num_tokens, width=width,
-            outputs=num_outputs, own_block=_own_block(num_tokens, MANY_TOKENS), box_tokens=box,
+            own_scales=scales, out=out.data_ptr(), factor=1.0,
+            num_tokens=num_tokens, width=width, outputs=num_outputs,
+            own_block=_own_block(num_tokens, MANY_TOKENS), box_tokens=box,
         )  # fmt: skip
         tokens_map = self._library.tensor_map(ordered, token_map(ordered, box))
         weight_map = _weight_map(self._library, weight, Mode.DOWN, MANY_TOKENS)
@@ -232,13 +234,13 @@ def few_block_tokens(num_pairs: int, num_experts: int) -> int:
 
 def some_block_tokens(num_pairs: int, num_experts: int) -> int:
     """Tokens of a block of some, likewise: blocks of 32 leave a processor room for two."""
-    return SOME_TOKENS[num_pairs > 16 * num_experts]
+    return SOME_TOKENS[num_pairs > 4 * num_experts]
 
 
 def box_tokens(average: float, most: int) -> int:
     """Tokens of one copy into a block of the ring: few where blocks hold fewer than they could."""
     if most != MANY_TOKENS:
-        return 8 if average <= 12 else 16
+        return 16
     return 144 if average > 192 else 48
 
 
@@ -314,16 +316,14 @@ class _Call:
 
     def run_ring(self, routed: _Matrices, own: _Matrices | None, most: int) -> Tensor:
         """Pairs sorted by expert, in blocks of `most`; results are added up in bf16."""
-        num_tokens, num_pairs = len(self.ids_Tk), self.ids_Tk.numel()
+        (num_tokens, top_k), num_pairs = self.ids_Tk.shape, self.ids_Tk.numel()
         is_coded = routed.is_mxfp8
-        if num_tokens == 1:
-            order = self.library.lone(self.ids_Tk)
-        else:
-            order = self.library.sort(self.ids_Tk, _elements(routed.gate_up).shape[0], most)
+        order = self.library.sort(self.ids_Tk, _elements(routed.gate_up).shape[0], most)
         hidden, results = self._buffers(routed, own, torch.bfloat16)
         ordered = self.library.gather(
-            self.x_TM, order.places, is_coded=is_coded, with_tokens=is_coded and own is not None
-        )
+            self.x_TM, order.pairs, top_k=top_k, is_coded=is_coded,
+            with_tokens=is_coded and own is not None,
+        )  # fmt: skip
         box = box_tokens(num_pairs / self.num_experts, most)
         own_x_TM = ordered[num_pairs:] if is_coded else self.x_TM
         for mode, source, own_source, target in (
@@ -336,9 +336,7 @@ class _Call:
                 scales=_pointers(matrix)[1], own_scales=_pointers(own_matrix)[1],
                 experts=order.experts.data_ptr(), firsts=order.firsts.data_ptr(),
                 counts=order.counts.data_ptr(), pairs=order.pairs.data_ptr(),
-                pair_weights=self.weights_Tk.data_ptr(),
-                next_tile=self.library.next_tiles[mode:].data_ptr(),
-                out=target.data_ptr(), alpha=self.alpha,
+                pair_weights=self.weights_Tk.data_ptr(), out=target.data_ptr(), alpha=self.alpha,
                 limit=self.limit, factor=self.factor, num_pairs=num_pairs,
                 num_tokens=0 if own is None else num_tokens, width=source.shape[1],
                 outputs=target.shape[1], max_blocks=order.max_blocks,
