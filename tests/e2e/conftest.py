@@ -53,12 +53,15 @@ class Stack:
     folder: Path
     servers: list[Server] = field(default_factory=list)
 
-    def worker(self, *flags: str) -> Server:
-        """A worker on the tiny checkpoint, returned at once; wait for the gateway's readiness."""
+    def worker(self, *flags: str, within: tuple[str, ...] = ()) -> Server:
+        """A worker on the tiny checkpoint, returned at once; wait for the gateway's readiness.
+
+        Args:
+            within: a program, with its flags, that starts it.
+        """
         address, metrics = f"127.0.0.1:{free_port()}", f"127.0.0.1:{free_port()}"
-        return self.start(
-            "worker", address, metrics, "--device", "cpu", "--metrics-listen", metrics, *flags
-        )
+        flags = ("--device", "cpu", "--metrics-listen", metrics, *flags)
+        return self.start("worker", address, metrics, *flags, within=within)
 
     def gateway(self, *workers: Server, flags: tuple[str, ...] = ()) -> Server:
         """A gateway in front of the workers, returned once it answers /health."""
@@ -67,9 +70,11 @@ class Stack:
         wait_for(server, "/health")
         return server
 
-    def start(self, kind: str, address: str, metrics: str, *flags: str) -> Server:
+    def start(
+        self, kind: str, address: str, metrics: str, *flags: str, within: tuple[str, ...] = ()
+    ) -> Server:
         model = str(builtin_checkpoint("tiny"))
-        command = [sys.executable, "-m", "m3stack", kind, "--model-path", model]
+        command = [*within, sys.executable, "-m", "m3stack", kind, "--model-path", model]
         command += ["--served-model-name", MODEL_NAME, "--listen", address, *flags]
         with (self.folder / f"{kind}-{len(self.servers)}.log").open("wb") as log:
             process = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT)

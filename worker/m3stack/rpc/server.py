@@ -20,6 +20,7 @@ from m3stack.rpc.admission import MediaAdmission, MediaDemand, Reservation
 from m3stack.rpc.checks import ModelLimits, merged_tokens, patch_bytes, read_header
 from m3stack.rpc.constraints import compile_constraint
 from m3stack.rpc.sessions import Session, SessionTable
+from m3stack.rpc.shared_pieces import reads_memory
 from m3stack.rpc.source_addresses import AllowedSources
 from m3stack.rpc.stages import pull_features, pull_pages, read_stage, staged
 from m3stack.rpc.status import StatusBoard, WatchTiming
@@ -178,6 +179,9 @@ class WorkerService(pb_grpc.WorkerServiceServicer):
         watch = self._parts.board.watch(timing, with_cache=request.cache_events)
         async with aclosing(watch) as messages:
             async for message in messages:
+                if message.HasField("identity"):
+                    can_read = reads_memory(request.memory, request.memory_token)
+                    message.identity.reads_memory = can_read
                 await context.write(message)
 
     def _ready_target(self) -> _Target:
@@ -258,6 +262,8 @@ class WorkerService(pb_grpc.WorkerServiceServicer):
         upload = Upload(lambda: _read(context), self._settings.upload_timeout_s)
         needed = [NeededItem(index, sizes[index]) for index in reservation.needed]
         received = await upload.receive(needed)
+        if upload.was_shared:
+            await context.write(pb.GenerateResponse(taken=pb.MediaTaken()))
         self._parts.metrics.patches_received(reservation.upload_bytes)
         return received
 

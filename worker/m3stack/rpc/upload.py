@@ -8,6 +8,7 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from m3stack.errors import ErrorKind, WorkerError
+from m3stack.rpc.shared_pieces import read_piece
 from m3stack.worker.v1 import worker_pb2 as pb
 
 MAX_CHUNK_BYTES = 2 << 20
@@ -38,6 +39,8 @@ class Upload:
         self._timeout_s = timeout_s
         self._deadline = 0.0
         self._since_progress = 0
+        self.was_shared = False
+        """Whether a piece of it was left in the client's memory."""
 
     async def receive(self, needed: Sequence[NeededItem]) -> Mapping[int, bytearray]:
         """Patch bytes of each needed item, by index.
@@ -58,12 +61,18 @@ class Upload:
         received = 0
         while received < item.num_bytes:
             chunk = await self._next_chunk(name, f"{received} of {item.num_bytes} bytes")
-            end = received + len(chunk.data)
-            _check_place(chunk, item, received)
-            view[received:end] = chunk.data
-            digest.update(chunk.data)
-            received = end
-            self._since_progress += len(chunk.data)
+            size = chunk.shared.num_bytes if chunk.HasField("shared") else len(chunk.data)
+            _check_place(chunk, size, item, received)
+            place = view[received : received + size]
+            if chunk.HasField("shared"):
+                self.was_shared = True
+                read_piece(chunk.shared, place, name)
+            else:
+                place[:] = chunk.data
+            # of the worker's own copy
+            digest.update(place)
+            received += size
+            self._since_progress += size
             if self._since_progress >= PROGRESS_BYTES or received == item.num_bytes:
                 self._progressed()
             is_last = received == item.num_bytes
@@ -101,9 +110,10 @@ class Upload:
         self._since_progress = 0
 
 
-def _check_place(chunk: pb.MediaChunk, item: NeededItem, received: int) -> None:
+def _check_place(chunk: pb.MediaChunk, size: int, item: NeededItem, received: int) -> None:
     name = f"media[{item.index}]"
-    size = len(chunk.data)
+    if chunk.data and chunk.HasField("shared"):
+        raise _rejected(name, "has a chunk of both data and shared memory")
     if chunk.item_index != item.index:
         raise _rejected(name, f"was due, a chunk of media[{chunk.item_index}] came")
     if chunk.offset != received:

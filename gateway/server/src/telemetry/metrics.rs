@@ -7,6 +7,7 @@ use std::time::Duration;
 use super::caches::{CacheClass, CacheCounts};
 use super::clips::ClipCounts;
 use super::exposition::{Counter, Gauge, Histogram, Page};
+use super::pieces::PieceCounts;
 use super::routing::{Fleet, RoutingCounts};
 use crate::error::ErrorKind;
 use gateway_core::routing::{Reason, Stage};
@@ -110,6 +111,7 @@ pub struct Metrics {
     media_patch_bytes: Box<[Counter]>,
     media_items: Box<[Counter]>,
     pub(super) clips: ClipCounts,
+    pub(super) pieces: PieceCounts,
     media_caches: CacheCounts,
     routing: RoutingCounts,
 }
@@ -141,6 +143,7 @@ impl Default for Metrics {
             media_patch_bytes: counters(media),
             media_items: counters(media * SHIPMENTS.len()),
             clips: ClipCounts::default(),
+            pieces: PieceCounts::default(),
             media_caches: CacheCounts::default(),
             routing: RoutingCounts::default(),
         }
@@ -362,6 +365,7 @@ impl Metrics {
             }
         }
         self.clips.write(page);
+        self.pieces.write(page);
         self.media_caches.write(page);
     }
 }

@@ -4,6 +4,7 @@ mod caches;
 mod clips;
 mod exposition;
 mod metrics;
+mod pieces;
 mod routing;
 pub mod traces;
 

@@ -18,6 +18,7 @@ use tonic::metadata::MetadataValue;
 use tonic::transport::Channel;
 
 use super::outgoing::{GenerateCodec, Message, Outgoing};
+use super::shared_pieces::Ways;
 use super::upload::ChunkSender;
 use super::wire::{self, RequestHeader, Wish, proto};
 use super::{Sources, WorkerEvent, WorkerId, WorkerLease};
@@ -73,6 +74,7 @@ pub struct WorkerEvents {
     replies: Option<tonic::Streaming<proto::GenerateResponse>>,
     work: Option<(UploadWork, ChunkSender)>,
     upload: Option<Upload>,
+    ways: Ways,
     is_finished: bool,
 }
 
@@ -82,11 +84,12 @@ impl WorkerEvents {
         let header = wire::bare_header(call.header, call.request_id, call.seed, &call.wish);
         let ids = Arc::clone(&call.header.prompt_token_ids);
         let header = Message::Header(Box::new(header), ids);
+        let ways = lease.ways();
         let (work, chunks) = match call.upload {
             None => (None, None),
             Some(work) => {
                 let (sender, receiver) = mpsc::channel(WAITING_CHUNKS);
-                (Some((work, ChunkSender::new(sender))), Some(receiver))
+                (Some((work, ChunkSender::new(sender, Some(ways.clone())))), Some(receiver))
             }
         };
         let requests = Outgoing { header: Some(header), chunks };
@@ -129,6 +132,7 @@ impl WorkerEvents {
             replies: None,
             work,
             upload: None,
+            ways,
             is_finished: false,
         }
     }
@@ -206,6 +210,7 @@ impl WorkerEvents {
             match self.poll_reply(context) {
                 Poll::Ready(Ok(wire::Reply::Event(event))) => return Poll::Ready(Ok(event)),
                 Poll::Ready(Ok(wire::Reply::Needs(needed))) => self.begin_upload(needed)?,
+                Poll::Ready(Ok(wire::Reply::Taken)) => self.ways.release(),
                 Poll::Ready(Err(error)) => return Poll::Ready(Err(error.into())),
                 Poll::Pending => {
                     if let Poll::Ready(error) = self.end.poll(context) {

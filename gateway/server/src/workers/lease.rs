@@ -8,6 +8,7 @@ use tokio_util::sync::CancellationToken;
 use tonic::transport::Channel;
 
 use super::shared::{Member, Shared};
+use super::shared_pieces::Ways;
 use super::{Source, WorkerId};
 
 /// A request on its way to a worker; counted until dropped.
@@ -23,6 +24,7 @@ pub struct WorkerLease {
     tls_name: Option<Arc<str>>,
     pub(super) lost: CancellationToken,
     pub(super) silent: CancellationToken,
+    reads_memory: bool,
     shared: Arc<Shared>,
     ticket: Option<Ticket>,
     outcome: Outcome,
@@ -35,9 +37,9 @@ impl WorkerLease {
         ticket: Ticket,
         division: Division,
     ) -> Self {
-        let (lost, silent) = {
+        let (lost, silent, reads_memory) = {
             let report = member.reports.borrow();
-            (report.lost.clone(), report.silent.clone())
+            (report.lost.clone(), report.silent.clone(), report.reads_memory)
         };
         Self {
             id: member.id,
@@ -48,6 +50,7 @@ impl WorkerLease {
             tls_name: member.tls_name.clone(),
             lost,
             silent,
+            reads_memory,
             shared: Arc::clone(shared),
             ticket: Some(ticket),
             outcome: Outcome::Neutral,
@@ -59,6 +62,11 @@ impl WorkerLease {
         let uri = &*self.address;
         let address = uri.split_once("://").map_or(uri, |(_, address)| address);
         Source { address: address.to_owned(), tls_name: self.tls_name.clone() }
+    }
+
+    /// Ways for the patches of one call.
+    pub(super) fn ways(&self) -> Ways {
+        Ways::new(&self.shared.memory, self.reads_memory)
     }
 
     /// The worker has begun the request that was sent it so long ago, its queue's time apart.

@@ -10,6 +10,7 @@ mod outgoing;
 mod pool;
 mod session;
 mod shared;
+mod shared_pieces;
 mod upload;
 mod wire;
 

@@ -33,6 +33,8 @@ pub(super) struct Report {
     pub(super) role: Role,
     /// Tokens of a cache page.
     page_tokens: u32,
+    /// Whether it has read a memory file of this process.
+    pub(super) reads_memory: bool,
     /// Cancelled when this start of the worker is known to be over.
     pub(super) lost: CancellationToken,
     /// Cancelled when it has said nothing for long: who still waits for it may go elsewhere.
@@ -48,6 +50,7 @@ impl Report {
             max_context_tokens: 0,
             role: Role::All,
             page_tokens: 0,
+            reads_memory: false,
             lost: CancellationToken::new(),
             silent: CancellationToken::new(),
         }
@@ -108,7 +111,13 @@ impl Session {
             proto::worker_service_client::WorkerServiceClient::new(self.channel.clone())
                 .max_decoding_message_size(MAX_NEWS_BYTES);
         let heartbeat_ms = HEARTBEAT.as_millis() as u32;
-        let opening = client.watch(proto::WatchRequest { heartbeat_ms, cache_events: true });
+        let (memory, memory_token) = self.shared.memory.probe().unzip();
+        let opening = client.watch(proto::WatchRequest {
+            heartbeat_ms,
+            cache_events: true,
+            memory,
+            memory_token: memory_token.unwrap_or_default(),
+        });
         let mut stream = match tokio::time::timeout(MAX_SILENCE, opening).await {
             Err(_) => return "it does not answer".into(),
             Ok(Err(status)) => return reason_of(&status),
@@ -142,6 +151,7 @@ impl Session {
                 report.max_context_tokens = identity.max_context_tokens;
                 report.page_tokens = identity.page_tokens;
                 report.role = wire::role(identity);
+                report.reads_memory = identity.reads_memory;
                 report.state = match wire::difference(identity, &self.shared.facts) {
                     Some(reason) => WorkerState::Refused { reason: reason.into() },
                     None => WorkerState::Loading,

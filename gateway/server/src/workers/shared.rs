@@ -11,6 +11,7 @@ use tonic::transport::Channel;
 
 use super::WorkerId;
 use super::session::Report;
+use super::shared_pieces::SharedMemory;
 use crate::telemetry::Metrics;
 
 /// Workers and choices, behind short locks that are never held over an `.await`.
@@ -18,6 +19,7 @@ use crate::telemetry::Metrics;
 pub(super) struct Shared {
     pub(super) facts: ModelFacts,
     pub(super) metrics: Arc<Metrics>,
+    pub(super) memory: Arc<SharedMemory>,
     members: RwLock<Arc<[Arc<Member>]>>,
     router: Mutex<Router>,
     began: Instant,
@@ -52,6 +54,7 @@ impl Shared {
     pub(super) fn new(router: Router, facts: ModelFacts, metrics: Arc<Metrics>) -> Self {
         Self {
             facts,
+            memory: Arc::new(SharedMemory::new(Arc::clone(&metrics))),
             metrics,
             members: RwLock::new(Arc::from([])),
             router: Mutex::new(router),

@@ -6,6 +6,7 @@ use bytes::{Bytes, BytesMut};
 use sha2::{Digest, Sha256};
 use tokio::sync::mpsc;
 
+use super::shared_pieces::Ways;
 use super::wire::proto;
 use crate::error::{ErrorKind, GatewayError};
 
@@ -18,11 +19,13 @@ const WHOLE_BYTES: usize = 256 * 1024;
 #[derive(Clone, Debug)]
 pub struct ChunkSender {
     requests: mpsc::Sender<proto::GenerateRequest>,
+    /// Absent where nothing leaves the process.
+    ways: Option<Ways>,
 }
 
 impl ChunkSender {
-    pub(super) fn new(requests: mpsc::Sender<proto::GenerateRequest>) -> Self {
-        Self { requests }
+    pub(super) fn new(requests: mpsc::Sender<proto::GenerateRequest>, ways: Option<Ways>) -> Self {
+        Self { requests, ways }
     }
 
     /// Begins the upload of one item of exactly `total_bytes`.
@@ -51,7 +54,7 @@ pub fn gather() -> (ChunkSender, impl Future<Output = BTreeMap<u32, Vec<Bytes>>>
         }
         items
     };
-    (ChunkSender::new(requests), gathering)
+    (ChunkSender::new(requests, None), gathering)
 }
 
 /// The upload of one item. Its last piece carries the hash of all.
@@ -149,7 +152,7 @@ impl ItemUpload {
         )))
     }
 
-    async fn send(&mut self, data: Bytes) -> Result<(), GatewayError> {
+    async fn send(&mut self, mut data: Bytes) -> Result<(), GatewayError> {
         let offset = self.sent_bytes;
         self.sent_bytes += data.len() as u64;
         let is_last = self.sent_bytes == self.total_bytes;
@@ -164,7 +167,12 @@ impl ItemUpload {
             _ if is_last => return Err(GatewayError::internal("the patches have no hash")),
             _ => Bytes::new(),
         };
-        let chunk = proto::MediaChunk { item_index: self.item_index, offset, data, patches_sha256 };
+        let shared = self.sender.ways.as_ref().and_then(|ways| ways.share(&data));
+        if shared.is_some() {
+            data = Bytes::new();
+        }
+        let item_index = self.item_index;
+        let chunk = proto::MediaChunk { item_index, offset, data, patches_sha256, shared };
         let body = proto::generate_request::Body::Chunk(chunk);
         let request = proto::GenerateRequest { body: Some(body) };
         self.sender.requests.send(request).await.map_err(|_| {
@@ -182,7 +190,7 @@ mod tests {
 
     async fn pieces(total: usize, pushes: &[usize]) -> Vec<proto::MediaChunk> {
         let (requests, mut received) = mpsc::channel(64);
-        let mut upload = ChunkSender::new(requests).item(3, total as u64);
+        let mut upload = ChunkSender::new(requests, None).item(3, total as u64);
         let all: Vec<u8> = (0..total).map(|place| (place % 251) as u8).collect();
         let mut rest = Bytes::from(all);
         for length in pushes {
@@ -226,7 +234,7 @@ mod tests {
     #[tokio::test]
     async fn a_known_hash_goes_out_as_it_is_and_pieces_are_not_copied() {
         let (requests, mut received) = mpsc::channel(64);
-        let upload = ChunkSender::new(requests).item(0, 2 * WHOLE_BYTES as u64);
+        let upload = ChunkSender::new(requests, None).item(0, 2 * WHOLE_BYTES as u64);
         assert_eq!(upload.sha256(), None);
         let mut upload = upload.with_sha256([7; 32]);
         let pieces = [Bytes::from(vec![1; WHOLE_BYTES]), Bytes::from(vec![2; WHOLE_BYTES])];
@@ -249,7 +257,7 @@ mod tests {
     #[tokio::test]
     async fn the_callers_hash_goes_out_with_the_last_piece() {
         let (requests, mut received) = mpsc::channel(4);
-        let mut upload = ChunkSender::new(requests).item(0, 2 * WHOLE_BYTES as u64);
+        let mut upload = ChunkSender::new(requests, None).item(0, 2 * WHOLE_BYTES as u64);
         upload = upload.hashed_by_caller();
         upload.push(Bytes::from(vec![1; WHOLE_BYTES])).await.unwrap();
         upload.set_sha256([7; 32]);
@@ -267,7 +275,7 @@ mod tests {
     #[tokio::test]
     async fn too_few_and_too_many_bytes_are_our_own_mistake() {
         let (requests, _received) = mpsc::channel(64);
-        let sender = ChunkSender::new(requests);
+        let sender = ChunkSender::new(requests, None);
 
         let mut short = sender.item(0, 10);
         short.push(Bytes::from_static(b"123")).await.unwrap();

@@ -208,6 +208,8 @@ fn media_item(item: &ItemHeader, layout: PatchLayout) -> proto::MediaItem {
 pub(super) enum Reply {
     /// The items whose patches it lacks.
     Needs(Vec<u32>),
+    /// It has read all that was left for it in memory.
+    Taken,
     /// Something for the request.
     Event(WorkerEvent),
 }
@@ -218,6 +220,7 @@ pub(super) fn reply(response: proto::GenerateResponse) -> Result<Reply, GatewayE
     use proto::generate_response::Body;
     let event = match response.body {
         Some(Body::Needs(needs)) => return Ok(Reply::Needs(needs.item_indices)),
+        Some(Body::Taken(proto::MediaTaken {})) => return Ok(Reply::Taken),
         Some(Body::Started(started)) => {
             let queue = Duration::from_millis(started.queue_ms.into());
             // what was fetched for this request was not there before it

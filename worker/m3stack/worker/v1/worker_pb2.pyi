@@ -253,34 +253,52 @@ class Span(_message.Message):
     def __init__(self, offset: _Optional[int] = ..., length: _Optional[int] = ...) -> None: ...
 
 class MediaChunk(_message.Message):
-    __slots__ = ("item_index", "offset", "data", "patches_sha256")
+    __slots__ = ("item_index", "offset", "data", "patches_sha256", "shared")
     ITEM_INDEX_FIELD_NUMBER: _ClassVar[int]
     OFFSET_FIELD_NUMBER: _ClassVar[int]
     DATA_FIELD_NUMBER: _ClassVar[int]
     PATCHES_SHA256_FIELD_NUMBER: _ClassVar[int]
+    SHARED_FIELD_NUMBER: _ClassVar[int]
     item_index: int
     offset: int
     data: bytes
     patches_sha256: bytes
-    def __init__(self, item_index: _Optional[int] = ..., offset: _Optional[int] = ..., data: _Optional[bytes] = ..., patches_sha256: _Optional[bytes] = ...) -> None: ...
+    shared: SharedPiece
+    def __init__(self, item_index: _Optional[int] = ..., offset: _Optional[int] = ..., data: _Optional[bytes] = ..., patches_sha256: _Optional[bytes] = ..., shared: _Optional[_Union[SharedPiece, _Mapping]] = ...) -> None: ...
+
+class SharedPiece(_message.Message):
+    __slots__ = ("process_id", "descriptor", "num_bytes")
+    PROCESS_ID_FIELD_NUMBER: _ClassVar[int]
+    DESCRIPTOR_FIELD_NUMBER: _ClassVar[int]
+    NUM_BYTES_FIELD_NUMBER: _ClassVar[int]
+    process_id: int
+    descriptor: int
+    num_bytes: int
+    def __init__(self, process_id: _Optional[int] = ..., descriptor: _Optional[int] = ..., num_bytes: _Optional[int] = ...) -> None: ...
 
 class GenerateResponse(_message.Message):
-    __slots__ = ("needs", "started", "tokens", "finished")
+    __slots__ = ("needs", "started", "tokens", "finished", "taken")
     NEEDS_FIELD_NUMBER: _ClassVar[int]
     STARTED_FIELD_NUMBER: _ClassVar[int]
     TOKENS_FIELD_NUMBER: _ClassVar[int]
     FINISHED_FIELD_NUMBER: _ClassVar[int]
+    TAKEN_FIELD_NUMBER: _ClassVar[int]
     needs: MediaNeeds
     started: Started
     tokens: Tokens
     finished: Finished
-    def __init__(self, needs: _Optional[_Union[MediaNeeds, _Mapping]] = ..., started: _Optional[_Union[Started, _Mapping]] = ..., tokens: _Optional[_Union[Tokens, _Mapping]] = ..., finished: _Optional[_Union[Finished, _Mapping]] = ...) -> None: ...
+    taken: MediaTaken
+    def __init__(self, needs: _Optional[_Union[MediaNeeds, _Mapping]] = ..., started: _Optional[_Union[Started, _Mapping]] = ..., tokens: _Optional[_Union[Tokens, _Mapping]] = ..., finished: _Optional[_Union[Finished, _Mapping]] = ..., taken: _Optional[_Union[MediaTaken, _Mapping]] = ...) -> None: ...
 
 class MediaNeeds(_message.Message):
     __slots__ = ("item_indices",)
     ITEM_INDICES_FIELD_NUMBER: _ClassVar[int]
     item_indices: _containers.RepeatedScalarFieldContainer[int]
     def __init__(self, item_indices: _Optional[_Iterable[int]] = ...) -> None: ...
+
+class MediaTaken(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
 
 class Started(_message.Message):
     __slots__ = ("queue_ms", "cached_tokens", "transferred_tokens")
@@ -353,12 +371,16 @@ class ErrorDetail(_message.Message):
     def __init__(self, kind: _Optional[_Union[ErrorKind, str]] = ..., message: _Optional[str] = ..., param: _Optional[str] = ...) -> None: ...
 
 class WatchRequest(_message.Message):
-    __slots__ = ("heartbeat_ms", "cache_events")
+    __slots__ = ("heartbeat_ms", "cache_events", "memory", "memory_token")
     HEARTBEAT_MS_FIELD_NUMBER: _ClassVar[int]
     CACHE_EVENTS_FIELD_NUMBER: _ClassVar[int]
+    MEMORY_FIELD_NUMBER: _ClassVar[int]
+    MEMORY_TOKEN_FIELD_NUMBER: _ClassVar[int]
     heartbeat_ms: int
     cache_events: bool
-    def __init__(self, heartbeat_ms: _Optional[int] = ..., cache_events: _Optional[bool] = ...) -> None: ...
+    memory: SharedPiece
+    memory_token: bytes
+    def __init__(self, heartbeat_ms: _Optional[int] = ..., cache_events: _Optional[bool] = ..., memory: _Optional[_Union[SharedPiece, _Mapping]] = ..., memory_token: _Optional[bytes] = ...) -> None: ...
 
 class WatchResponse(_message.Message):
     __slots__ = ("identity", "state", "load", "cache")
@@ -385,7 +407,7 @@ class CacheEvents(_message.Message):
     def __init__(self, is_restart: _Optional[bool] = ..., epoch: _Optional[int] = ..., added: _Optional[_Iterable[int]] = ..., removed: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class Identity(_message.Message):
-    __slots__ = ("worker_id", "version", "model_name", "facts", "fingerprint", "max_context_tokens", "page_tokens", "role")
+    __slots__ = ("worker_id", "version", "model_name", "facts", "fingerprint", "max_context_tokens", "page_tokens", "role", "reads_memory")
     WORKER_ID_FIELD_NUMBER: _ClassVar[int]
     VERSION_FIELD_NUMBER: _ClassVar[int]
     MODEL_NAME_FIELD_NUMBER: _ClassVar[int]
@@ -394,6 +416,7 @@ class Identity(_message.Message):
     MAX_CONTEXT_TOKENS_FIELD_NUMBER: _ClassVar[int]
     PAGE_TOKENS_FIELD_NUMBER: _ClassVar[int]
     ROLE_FIELD_NUMBER: _ClassVar[int]
+    READS_MEMORY_FIELD_NUMBER: _ClassVar[int]
     worker_id: str
     version: str
     model_name: str
@@ -402,7 +425,8 @@ class Identity(_message.Message):
     max_context_tokens: int
     page_tokens: int
     role: WorkerRole
-    def __init__(self, worker_id: _Optional[str] = ..., version: _Optional[str] = ..., model_name: _Optional[str] = ..., facts: _Optional[_Union[ModelFacts, _Mapping]] = ..., fingerprint: _Optional[bytes] = ..., max_context_tokens: _Optional[int] = ..., page_tokens: _Optional[int] = ..., role: _Optional[_Union[WorkerRole, str]] = ...) -> None: ...
+    reads_memory: bool
+    def __init__(self, worker_id: _Optional[str] = ..., version: _Optional[str] = ..., model_name: _Optional[str] = ..., facts: _Optional[_Union[ModelFacts, _Mapping]] = ..., fingerprint: _Optional[bytes] = ..., max_context_tokens: _Optional[int] = ..., page_tokens: _Optional[int] = ..., role: _Optional[_Union[WorkerRole, str]] = ..., reads_memory: _Optional[bool] = ...) -> None: ...
 
 class ModelFacts(_message.Message):
     __slots__ = ("model_type", "vocab_size", "image_token_id", "video_token_id", "eos_token_id", "patch_size", "temporal_patch_size", "merge_size", "max_position_embeddings")

@@ -67,6 +67,11 @@ impl MemoryFile {
     pub fn path_in_child(&self) -> String {
         format!("/proc/self/fd/{}", self.file.as_raw_fd())
     }
+
+    /// Its number in this process, for those who are to find it there.
+    pub fn descriptor(&self) -> u32 {
+        self.file.as_raw_fd().unsigned_abs()
+    }
 }
 
 /// Reads without moving anyone else's place in the file.
