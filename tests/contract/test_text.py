@@ -113,9 +113,20 @@ def test_a_mistake_is_refused_and_named(api: Api, fields: dict, names: str) -> N
     assert names in f"{error['param']} {error['message']}"
 
 
-@pytest.mark.parametrize("temperature", [0, 0.01, 1, 2])
-def test_the_ends_of_the_temperatures_are_taken(api: Api, temperature: float) -> None:
-    api.answer("Hi.", temperature=temperature, top_p=1)
+@pytest.mark.parametrize(("temperature", "top_p"), [(0, 1), (0.01, 0.01), (1, 0), (2, 1)])
+def test_the_ends_of_temperature_and_mass_are_taken(
+    api: Api, temperature: float, top_p: float
+) -> None:
+    api.answer("Hi.", temperature=temperature, top_p=top_p)
+
+
+def test_no_mass_is_the_most_probable_token(api: Api) -> None:
+    wish = {"temperature": 2, "max_tokens": 12, "ignore_eos": True}
+    texts = {
+        api.answer("Hi.", top_p=0, seed=seed, **wish)["choices"][0]["message"]["content"]
+        for seed in (1, 2, 3)
+    }
+    assert len(texts) == 1
 
 
 def test_an_unknown_model_is_named(api: Api) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 
 import grpc
@@ -16,20 +16,23 @@ from tests.e2e.conftest import Server
 TOKENS_PER_MESSAGE = 3
 HEARTBEAT_S = 0.5
 
+# what a request is answered with, given what the gateway has sent of it
+Script = Callable[[pb.GenerateHeader], list[int]]
+
 
 class ScriptedWorker(pb_grpc.WorkerServiceServicer):
-    """Answers every request with the same tokens, whatever it asks for."""
+    """Answers every request by a script, whatever it asks for."""
 
     def __init__(
         self,
         identity: pb.Identity,
-        token_ids: list[int],
+        script: Script,
         *,
         tokens_per_message: int,
         interval_s: float,
     ) -> None:
         self.identity = identity
-        self.token_ids = token_ids
+        self.script = script
         self.tokens_per_message = tokens_per_message
         self.interval_s = interval_s
         self.closed = threading.Event()
@@ -44,14 +47,15 @@ class ScriptedWorker(pb_grpc.WorkerServiceServicer):
         self, requests: Iterator[pb.GenerateRequest], context: grpc.ServicerContext
     ) -> Iterator[pb.GenerateResponse]:
         header = next(requests).header
+        token_ids = self.script(header)
         yield pb.GenerateResponse(started=pb.Started())
-        for begin in range(0, len(self.token_ids), self.tokens_per_message):
-            piece = self.token_ids[begin : begin + self.tokens_per_message]
+        for begin in range(0, len(token_ids), self.tokens_per_message):
+            piece = token_ids[begin : begin + self.tokens_per_message]
             if self.interval_s:
                 self.closed.wait(self.interval_s)
             yield pb.GenerateResponse(tokens=pb.Tokens(token_ids=piece))
         usage = pb.Usage(
-            prompt_tokens=len(header.prompt_token_ids), completion_tokens=len(self.token_ids)
+            prompt_tokens=len(header.prompt_token_ids), completion_tokens=len(token_ids)
         )
         yield pb.GenerateResponse(finished=pb.Finished(reason=pb.FINISH_REASON_STOP, usage=usage))
 
@@ -59,7 +63,7 @@ class ScriptedWorker(pb_grpc.WorkerServiceServicer):
 @contextlib.contextmanager
 def scripted_worker(
     like: Server,
-    token_ids: list[int],
+    script: list[int] | Script,
     *,
     tokens_per_message: int = TOKENS_PER_MESSAGE,
     interval_s: float = 0.0,
@@ -68,7 +72,7 @@ def scripted_worker(
 
     Args:
         like: the worker whose identity is taken.
-        token_ids: what every answer says.
+        script: what every answer says, or what makes an answer of a request.
         tokens_per_message: tokens that come together.
         interval_s: pause before each message.
     """
@@ -78,7 +82,10 @@ def scripted_worker(
         watch.cancel()
     identity.worker_id = "scripted"
     service = ScriptedWorker(
-        identity, token_ids, tokens_per_message=tokens_per_message, interval_s=interval_s
+        identity,
+        script if callable(script) else lambda _header: script,
+        tokens_per_message=tokens_per_message,
+        interval_s=interval_s,
     )
     server = grpc.server(ThreadPoolExecutor(8))
     pb_grpc.add_WorkerServiceServicer_to_server(service, server)

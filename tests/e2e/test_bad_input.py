@@ -50,7 +50,7 @@ BAD = [
         "bad role", {"model": MODEL_NAME, "messages": [{"role": "x", "content": "a"}]}, 400, "role"
     ),
     Bad("temperature", user("hi", temperature=3), 400, "temperature"),
-    Bad("top_p", user("hi", top_p=0), 400, "top_p"),
+    Bad("top_p", user("hi", top_p=-0.1), 400, "top_p"),
     Bad("max_tokens 0", user("hi", max_tokens=0), 400, "max_tokens"),
     Bad("max_tokens beyond", user("hi", max_tokens=10**8), 400, "max_tokens"),
     Bad("unreadable image", with_media("image", "img_text.png"), 400, "image"),

@@ -68,6 +68,11 @@ pub trait OutputParser: Send {
     /// Takes the account of the bytes decided since the last call: in order, without gaps, so
     /// that tokens can be told apart by what their text became.
     fn take_account(&mut self) -> Vec<Stretch>;
+
+    /// The same at the end of `account`, whose memory is used again and again.
+    fn add_account(&mut self, account: &mut Vec<Stretch>) {
+        account.append(&mut self.take_account());
+    }
 }
 
 /// Tells for each token what its text became.
@@ -162,7 +167,7 @@ impl ReplyFolder {
     /// Deltas of these events, in order: neighbours of one kind are joined, and no delta holds
     /// more than one kind. The role is left out; the first chunk is the caller's.
     pub fn deltas(&mut self, events: Vec<OutputEvent>) -> Vec<Delta> {
-        let mut deltas: Vec<Delta> = Vec::new();
+        let mut deltas: Vec<Delta> = Vec::with_capacity(events.len());
         for event in events {
             match event {
                 OutputEvent::Content(text) => match deltas.last_mut() {

@@ -198,8 +198,7 @@ impl PromptBuilder {
         text: &str,
         add_special_tokens: bool,
     ) -> Result<Vec<u32>, RequestError> {
-        let ids =
-            self.tokenizer.encode(text, add_special_tokens).map_err(RequestError::internal)?;
+        let ids = self.tokenizer.encode(text, add_special_tokens).map_err(unreadable)?;
         self.refuse_media_ids(&ids)?;
         Ok(ids)
     }
@@ -271,7 +270,7 @@ impl<'a> PromptWriter<'a> {
 
     fn end_text(&mut self) -> Result<(), RequestError> {
         let text = std::mem::take(&mut self.text);
-        let ids = self.builder.tokenizer.encode_ordinary(&text).map_err(RequestError::internal)?;
+        let ids = self.builder.tokenizer.encode_ordinary(&text).map_err(unreadable)?;
         self.prompt.token_ids.extend(ids);
         Ok(())
     }
@@ -319,6 +318,15 @@ impl<'a> PromptWriter<'a> {
         u32::try_from(self.prompt.token_ids.len()).map_err(|_| too_long())?;
         Ok(self.prompt)
     }
+}
+
+/// The engine's only failures are known to come from texts such as tens of millions of spaces, in
+/// which it looks for the end of a word for too long.
+fn unreadable(reason: String) -> RequestError {
+    let message = format!(
+        "the text cannot be cut into words ({reason}); it holds too long a run of white space"
+    );
+    RequestError { param: None, ..RequestError::invalid("", message) }
 }
 
 fn too_long() -> RequestError {

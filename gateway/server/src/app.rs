@@ -70,6 +70,8 @@ pub struct App {
     pub config: GatewayConfig,
     /// Facts, prompts and grammar of the served model.
     pub model: Model,
+    /// Of the model's facts, for workers to compare.
+    pub fingerprint: [u8; 32],
     /// Bounds that requests must keep.
     pub limits: Limits,
     /// Longest prompt plus output.
@@ -148,6 +150,7 @@ impl App {
         let workers = Arc::new(workers);
         let cores = std::thread::available_parallelism().map_or(1, |n| n.get() as u32);
         Ok(Arc::new(Self {
+            fingerprint: facts.fingerprint(),
             limits: limits(&config, &model),
             max_context_tokens,
             media: Arc::new(MediaLoader::new(&config.media, Arc::clone(&metrics))?),

@@ -349,6 +349,8 @@ fn room(
 fn header(app: &App, prompt: Prompt, media: &[PlannedMedia], wishes: Wishes) -> RequestHeader {
     let Wishes { mut generation, max_tokens, standing, demand } = wishes;
     generation.banned_token_ids.extend(demand.banned_token_ids);
+    // workers keep to a mass above 0; the most probable token is always in it
+    generation.top_p = generation.top_p.max(f32::MIN_POSITIVE);
     let spec = &app.model.spec;
     // what the caller names itself ends the reply all the same
     let own = if generation.ignore_eos { &[] } else { spec.stop_token_ids() };
@@ -360,7 +362,7 @@ fn header(app: &App, prompt: Prompt, media: &[PlannedMedia], wishes: Wishes) -> 
         frames_per_patch: item.frames_per_patch,
     });
     RequestHeader {
-        fingerprint: spec.facts().fingerprint(),
+        fingerprint: app.fingerprint,
         items: items.collect(),
         prompt_token_ids: Arc::new(prompt.token_ids),
         stop_token_ids,

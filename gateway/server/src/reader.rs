@@ -35,6 +35,9 @@ pub struct ReaderParts {
 pub struct Reader {
     parts: ReaderParts,
     ledger: TokenLedger,
+    /// Empty between steps, as is the next.
+    account: Vec<Stretch>,
+    classes: Vec<TextClass>,
     /// Log-probabilities of tokens whose meaning or place is not settled yet.
     unsettled: VecDeque<TokenLogprob>,
     /// Log-probabilities of answer tokens whose text may still be taken back by a stop string.
@@ -64,6 +67,8 @@ impl Reader {
         Self {
             parts,
             ledger: TokenLedger::default(),
+            account: Vec::new(),
+            classes: Vec::new(),
             unsettled: VecDeque::new(),
             held: VecDeque::new(),
             held_from_bytes: 0,
@@ -75,7 +80,8 @@ impl Reader {
 
     /// Reads the next tokens.
     pub fn read(&mut self, token_ids: &[u32], logprobs: &[workers::TokenLogprob]) -> Step {
-        let mut events = Vec::new();
+        let (mut events, mut fresh) = (Vec::new(), Vec::new());
+        let mut is_stopped = false;
         for (place, id) in token_ids.iter().enumerate() {
             let text = self.parts.detokenizer.push(std::slice::from_ref(id));
             self.completion_tokens += 1;
@@ -84,16 +90,22 @@ impl Reader {
                 let entry = logprobs.get(place).map(|entry| self.logprob(*id, entry));
                 self.unsettled.push_back(entry.unwrap_or_else(|| self.unknown_logprob(*id)));
             }
-            self.parts.parser.push(&text, &mut events);
-            if self.parts.is_single_call && ends_call(&mut events) {
-                self.settle();
-                let mut step = self.step(events);
-                step.is_stopped = true;
-                return step;
+            self.parts.parser.push(&text, &mut fresh);
+            is_stopped = self.parts.is_single_call && ends_call(&mut fresh);
+            self.parts.stops.filter(&mut fresh);
+            is_stopped |= self.parts.stops.matched().is_some();
+            match events.is_empty() {
+                true => std::mem::swap(&mut events, &mut fresh),
+                false => events.append(&mut fresh),
+            }
+            // what came behind the end, in the same message, is no part of the reply
+            if is_stopped {
+                break;
             }
         }
         self.settle();
-        self.step(events)
+        let step = self.fold(events);
+        Step { is_stopped, ..step }
     }
 
     /// The worker has ended the sample.
@@ -102,9 +114,8 @@ impl Reader {
         self.parts.detokenizer.finish();
         self.parts.parser.finish(&mut events);
         self.settle();
-        let mut classes = Vec::new();
-        self.ledger.finish(&mut classes);
-        self.classify(&classes);
+        self.ledger.finish(&mut self.classes);
+        self.classify();
         self.parts.stops.filter(&mut events);
         if self.parts.stops.matched().is_none() {
             self.parts.stops.finish(&mut events);
@@ -142,13 +153,6 @@ impl Reader {
         self.reasoning_tokens
     }
 
-    fn step(&mut self, mut events: Vec<OutputEvent>) -> Step {
-        self.parts.stops.filter(&mut events);
-        let mut step = self.fold(events);
-        step.is_stopped = self.parts.stops.matched().is_some();
-        step
-    }
-
     fn fold(&mut self, events: Vec<OutputEvent>) -> Step {
         for event in &events {
             if let OutputEvent::Content(text) = event {
@@ -165,19 +169,19 @@ impl Reader {
     }
 
     fn settle(&mut self) {
-        let account = self.parts.parser.take_account();
-        let mut classes = Vec::new();
-        self.ledger.settle(&account, &mut classes);
-        self.classify(&classes);
+        self.parts.parser.add_account(&mut self.account);
+        self.ledger.settle(&self.account, &mut self.classes);
+        self.account.clear();
+        self.classify();
     }
 
-    fn classify(&mut self, classes: &[TextClass]) {
-        for class in classes {
-            if *class == TextClass::Reasoning {
+    fn classify(&mut self) {
+        for class in self.classes.drain(..) {
+            if class == TextClass::Reasoning {
                 self.reasoning_tokens += 1;
             }
             match self.unsettled.pop_front() {
-                Some(entry) if *class == TextClass::Content => self.held.push_back(entry),
+                Some(entry) if class == TextClass::Content => self.held.push_back(entry),
                 _ => {}
             }
         }

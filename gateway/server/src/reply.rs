@@ -113,8 +113,8 @@ pub struct ReplyStep {
     pub logprobs: Vec<TokenLogprob>,
     /// Time in the worker's queue, in the first step of the sample.
     pub queue: Option<Duration>,
-    /// Present in the last step of the sample.
-    pub end: Option<SampleEnd>,
+    /// Present in the last step of the sample; apart, as every step is moved several times.
+    pub end: Option<Box<SampleEnd>>,
 }
 
 /// How a sample ended.

@@ -276,10 +276,10 @@ impl Sample {
         let reason: FinishReason = self.reader.finish_reason(is_length);
         let stop_text = self.reader.stop_text().map(str::to_owned);
         let end = SampleEnd { reason, stop_text, folder: self.reader.folder().clone(), tokens };
-        self.reply_step(step, Some(end))
+        self.reply_step(step, Some(Box::new(end)))
     }
 
-    fn reply_step(&mut self, step: Step, end: Option<SampleEnd>) -> ReplyStep {
+    fn reply_step(&mut self, step: Step, end: Option<Box<SampleEnd>>) -> ReplyStep {
         let (deltas, logprobs, queue) = (step.deltas, step.logprobs, self.queue.take());
         ReplyStep { choice: self.choice, deltas, logprobs, queue, end }
     }

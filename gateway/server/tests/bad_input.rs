@@ -6,6 +6,7 @@ mod support;
 
 use serde_json::{Value, json};
 use support::{Act, Gateway, MODEL, chat_body, eventually, ids, saying, worker};
+use tokio::io::{AsyncReadExt, AsyncWriteExt};
 
 /// Asks for something wrong while another client's stream runs, and checks that stream.
 async fn beside_a_stream<F>(flags: &[&str], wrong: F)
@@ -87,7 +88,7 @@ async fn wrong_fields_are_refused_by_name() {
                 (user(json!(7)), 400, "content"),
                 (json!({"temperature": "hot"}), 400, "temperature"),
                 (json!({"temperature": 3}), 400, "temperature"),
-                (json!({"top_p": 0}), 400, "top_p"),
+                (json!({"top_p": -0.1}), 400, "top_p"),
                 (json!({"max_tokens": 0}), 400, "max_tokens"),
                 (json!({"max_tokens": -1}), 400, "max_tokens"),
                 (json!({"max_tokens": 10_000_000}), 400, "max_tokens"),
@@ -194,6 +195,73 @@ async fn a_body_above_the_limit_is_413_whether_announced_or_not() {
         chunked.error();
     })
     .await;
+}
+
+#[tokio::test]
+async fn a_refused_body_is_read_to_its_end_behind_the_refusal() {
+    let worker = worker();
+    worker.set_acts(saying("Hi"));
+    let gateway = Gateway::start(&[&worker], &["--max-request-bytes", "1000"]).await;
+    let mut client = connect(&gateway).await;
+
+    // not a byte of the body is there when the refusal comes
+    client.write_all(head(2000).as_bytes()).await.unwrap();
+    let refusal = response(&mut client).await;
+    assert!(refusal.starts_with("HTTP/1.1 413 "), "{refusal}");
+
+    client.write_all(&[b' '; 2000]).await.unwrap();
+    let body = chat_body(json!({})).to_string();
+    client.write_all(head(body.len()).as_bytes()).await.unwrap();
+    client.write_all(body.as_bytes()).await.unwrap();
+    let answer = response(&mut client).await;
+    assert!(answer.starts_with("HTTP/1.1 200 "), "{answer}");
+    drop(client);
+    gateway.assert_idle().await;
+}
+
+#[tokio::test]
+async fn a_broken_body_is_the_clients_mistake_and_told() {
+    let worker = worker();
+    let gateway = Gateway::start(&[&worker], &[]).await;
+    let chunked = "POST /tokenize HTTP/1.1\r\nhost: a\r\ntransfer-encoding: chunked\r\n\r\nZZ\r\n";
+    for sent in [chunked.to_owned(), head(100) + "{"] {
+        let mut client = connect(&gateway).await;
+        client.write_all(sent.as_bytes()).await.unwrap();
+        client.shutdown().await.unwrap();
+        let answer = response(&mut client).await;
+        assert!(answer.starts_with("HTTP/1.1 400 ") && answer.contains("body"), "{answer}");
+    }
+    let post = gateway.client.post(format!("{}/tokenize", gateway.url));
+    let packed = post.header("content-encoding", "gzip").body("\u{1f}").send().await.unwrap();
+    let packed = support::read(packed).await;
+    assert_eq!((packed.status, packed.message().contains("gzip")), (415, true));
+    gateway.assert_idle().await;
+}
+
+fn head(length: usize) -> String {
+    format!("POST /v1/chat/completions HTTP/1.1\r\nhost: a\r\ncontent-length: {length}\r\n\r\n")
+}
+
+async fn connect(gateway: &Gateway) -> tokio::net::TcpStream {
+    let address = gateway.url.trim_start_matches("http://");
+    tokio::net::TcpStream::connect(address).await.unwrap()
+}
+
+/// The next response, its body told by its length.
+async fn response(client: &mut tokio::net::TcpStream) -> String {
+    let mut bytes = Vec::new();
+    loop {
+        let text = String::from_utf8_lossy(&bytes).into_owned();
+        if let Some((head, body)) = text.split_once("\r\n\r\n") {
+            let length = head.to_lowercase();
+            let length = length.lines().find_map(|line| line.strip_prefix("content-length: "));
+            if body.len() >= length.unwrap().parse().unwrap() {
+                return text;
+            }
+        }
+        let read = tokio::time::timeout(support::PATIENCE, client.read_buf(&mut bytes)).await;
+        assert!(read.unwrap().unwrap() > 0, "no more than {text}");
+    }
 }
 
 #[tokio::test]

@@ -71,10 +71,15 @@ pub fn check_completion(
     {
         return Err(RequestError::invalid("suffix", "suffix is not supported; leave it out"));
     }
+    let echo = body.boolean("echo")?.unwrap_or(false);
+    if echo && body.get("logprobs").is_some() {
+        let message = "echo cannot stand beside logprobs: there are none of the prompt's tokens";
+        return Err(RequestError::invalid("echo", message));
+    }
     Ok(CompletionTask {
         model: body.string("model")?.map(str::to_owned),
         prompts: prompts(&body, limits)?,
-        echo: body.boolean("echo")?.unwrap_or(false),
+        echo,
         add_special_tokens: body.boolean("add_special_tokens")?.unwrap_or(true),
         generation: read_completion(&body, limits)?,
         response_format: response_format(&body)?,

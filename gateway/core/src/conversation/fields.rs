@@ -4,6 +4,9 @@ use crate::error::RequestError;
 use crate::json::{Json, Number, Object};
 use std::ops::RangeInclusive;
 
+/// Members that are looked through one by one.
+const MAX_LOOKED_THROUGH: usize = 16;
+
 /// An object of the request and where it stands in it; `null` members count as absent.
 #[derive(Clone, Debug)]
 pub(crate) struct Fields<'a> {
@@ -39,7 +42,14 @@ impl<'a> Fields<'a> {
     }
 
     pub(crate) fn get(&self, key: &str) -> Option<&'a Json> {
-        self.members.get(key).filter(|value| !value.is_null())
+        // a request has few members and is asked for many: hashing each name costs more than looking
+        let found = match self.members.len() {
+            ..=MAX_LOOKED_THROUGH => {
+                self.members.iter().find(|(name, _)| *name == key).map(|(_, value)| value)
+            }
+            _ => self.members.get(key),
+        };
+        found.filter(|value| !value.is_null())
     }
 
     pub(crate) fn string(&self, key: &str) -> Result<Option<&'a str>, RequestError> {

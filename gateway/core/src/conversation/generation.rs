@@ -40,7 +40,7 @@ impl StreamWish {
 pub struct Generation {
     /// 0 to 2; 0 is greedy.
     pub temperature: f32,
-    /// Above 0 to 1.
+    /// 0 to 1; 0 keeps the most probable token alone.
     pub top_p: f32,
     /// 0 keeps all.
     pub top_k: u32,
@@ -166,7 +166,7 @@ fn read(
     let penalty = |key| body.real(key, -2.0..=2.0).map(|value| value.unwrap_or(0.0));
     Ok(Generation {
         temperature: body.real("temperature", 0.0..=2.0)?.unwrap_or(defaults.temperature),
-        top_p: body.positive("top_p", 1.0)?.unwrap_or(defaults.top_p),
+        top_p: body.real("top_p", 0.0..=1.0)?.unwrap_or(defaults.top_p),
         top_k: top_k(body)?.unwrap_or(defaults.top_k),
         min_p: body.real("min_p", 0.0..=1.0)?.unwrap_or(defaults.min_p),
         seed: seed(body)?,

@@ -102,9 +102,8 @@ fn a_wrong_value_is_named_with_its_limit() {
     for (members, param, message) in [
         (r#""temperature":2.5"#, "temperature", "temperature is 2.5; it must be from 0 to 2"),
         (r#""temperature":"1""#, "temperature", "temperature must be a number, not a string"),
-        (r#""top_p":0"#, "top_p", "top_p is 0; it must be above 0 and at most 1"),
-        (r#""top_p":1e-60"#, "top_p", "top_p is 1e-60; it must be above 0 and at most 1"),
-        (r#""top_p":1.01"#, "top_p", "top_p is 1.01; it must be above 0 and at most 1"),
+        (r#""top_p":-0.1"#, "top_p", "top_p is -0.1; it must be from 0 to 1"),
+        (r#""top_p":1.01"#, "top_p", "top_p is 1.01; it must be from 0 to 1"),
         (r#""top_k":1.5"#, "top_k", "top_k must be an integer, not 1.5"),
         (r#""top_k":-2"#, "top_k", "top_k is -2; it must be from -1 to 4294967295"),
         (r#""min_p":-0.1"#, "min_p", "min_p is -0.1; it must be from 0 to 1"),
@@ -423,6 +422,9 @@ fn forms_of_the_answer_are_read_from_either_place() {
             ResponseFormat::Grammar("start: \"a\"".to_owned()),
         ),
         (r#""structured_outputs":{}"#, ResponseFormat::Text),
+        (r#""guided_regex":"a+","guided_json":null"#, ResponseFormat::Regex("a+".to_owned())),
+        (r#""guided_choice":["yes"]"#, ResponseFormat::Choice(vec!["yes".to_owned()])),
+        (r#""guided_json_object":true"#, ResponseFormat::JsonObject),
         (r#""response_format":{"type":"text"}"#, ResponseFormat::Text),
     ] {
         assert_eq!(form(members), Ok(expected), "{members}");
@@ -433,6 +435,9 @@ fn forms_of_the_answer_are_read_from_either_place() {
         (r#""structured_outputs":{"choice":[1]}"#, "structured_outputs.choice"),
         (r#""structured_outputs":{"json":"{}"}"#, "structured_outputs.json"),
         (r#""structured_outputs":{"unheard":1}"#, "structured_outputs"),
+        (r#""guided_choice":[1]"#, "guided_choice"),
+        (r#""guided_json":"{}""#, "guided_json"),
+        (r#""guided_regex":"a","structured_outputs":{"regex":"a"}"#, "guided_regex"),
         (
             r#""structured_outputs":{"regex":"a"},"response_format":{"type":"json_object"}"#,
             "structured_outputs",

@@ -4,7 +4,7 @@ use super::Limits;
 use super::fields::{Fields, excerpt, wrong_type};
 use crate::constraint::{ResponseFormat, ToolChoice};
 use crate::error::RequestError;
-use crate::json::Json;
+use crate::json::{Json, Object};
 use crate::model::ToolSchema;
 
 /// Tools of a request.
@@ -163,11 +163,18 @@ fn allowed(key: &str, fields: &Fields, schemas: &[ToolSchema]) -> Result<ToolCho
     Ok(ToolChoice::Allowed { names, required })
 }
 
-/// Reads `response_format`, or `structured_outputs`, which names further forms.
+/// Reads `response_format`, or `structured_outputs`, which names further forms, or the fields that
+/// named them before it.
 pub(super) fn response_format(body: &Fields) -> Result<ResponseFormat, RequestError> {
+    let older = older_forms(body);
     let structured = match body.object("structured_outputs")? {
+        Some(_) if !older.is_empty() => {
+            let key = older.keys().next().map_or("", String::as_str);
+            let message = format!("guided_{key} cannot stand beside structured_outputs");
+            return Err(RequestError::invalid(format!("guided_{key}"), message));
+        }
         Some(wish) => structured_outputs(&wish)?,
-        None => None,
+        None => structured_outputs(&Fields::new(&older, "guided")).map_err(older_name)?,
     };
     let Some(format) = body.object("response_format")? else {
         return Ok(structured.unwrap_or_default());
@@ -207,6 +214,21 @@ pub(crate) fn json_schema(fields: &Fields) -> Result<ResponseFormat, RequestErro
         schema: Json::Object(schema.members().clone()),
         strict: fields.boolean("strict")?.unwrap_or(false),
     })
+}
+
+/// What `guided_json` and its like ask for, under the names of `structured_outputs`.
+fn older_forms(body: &Fields) -> Object {
+    let forms = ["json", "json_object", "regex", "choice", "grammar"];
+    let given = forms.map(|form| (form, body.get(&format!("guided_{form}"))));
+    let given =
+        given.into_iter().filter_map(|(form, value)| Some((form.to_owned(), value?.clone())));
+    given.collect()
+}
+
+fn older_name(error: RequestError) -> RequestError {
+    let renamed = |text: &str| text.replace("guided.", "guided_");
+    let param = error.param.as_deref().map(renamed);
+    RequestError { message: renamed(&error.message), param, ..error }
 }
 
 fn structured_outputs(wish: &Fields) -> Result<Option<ResponseFormat>, RequestError> {

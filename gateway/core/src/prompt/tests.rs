@@ -107,6 +107,15 @@ fn clips_become_a_span_a_slice_with_the_time_as_text() {
 }
 
 #[test]
+fn a_run_of_spaces_too_long_for_the_engine_is_no_fault_of_ours() {
+    let text = " ".repeat(12_000_000);
+    match tiny_model().prompt_builder.encode_text(&text, false) {
+        Ok(ids) => assert!(tiny_model().prompt_builder.decode(&ids) == text),
+        Err(error) => assert_ne!(error.code, Some(crate::error::INTERNAL), "{error}"),
+    }
+}
+
+#[test]
 fn plans_that_do_not_belong_to_the_text_are_a_fault_of_ours() {
     let body = format!(r#"{{"messages":[{{"role":"user","content":[{PICTURE}]}}]}}"#);
     let rendered = render(&body).unwrap();

@@ -18,6 +18,8 @@ pub struct ResponseFolder {
     /// The response but for status, output and usage.
     frame: Value,
     id: String,
+    /// Names that stand before those of some functions.
+    namespaces: Vec<String>,
     sequence: u64,
     output: Vec<Value>,
     open: Option<Open>,
@@ -35,7 +37,14 @@ enum Kind {
     Words,
     Thinking,
     /// Number in the reply, id and name.
-    Call(usize, String, String),
+    Call(usize, String, CallName),
+}
+
+/// What is called, as its tool was declared.
+#[derive(Clone, Debug, PartialEq)]
+struct CallName {
+    namespace: Option<String>,
+    name: String,
 }
 
 impl ResponseFolder {
@@ -49,8 +58,11 @@ impl ResponseFolder {
         if let (Value::Object(frame), Value::Object(echo)) = (&mut frame, echo) {
             frame.extend(echo);
         }
-        let (output, open) = (Vec::new(), None);
-        Self { frame, id: id.to_owned(), sequence: 0, output, open }
+        let tools = frame["tools"].as_array().map_or(&[][..], Vec::as_slice);
+        let spaces = tools.iter().filter(|tool| tool["type"] == "namespace");
+        let namespaces = spaces.filter_map(|space| space["name"].as_str()).map(str::to_owned);
+        let (namespaces, output, open) = (namespaces.collect(), Vec::new(), None);
+        Self { frame, id: id.to_owned(), namespaces, sequence: 0, output, open }
     }
 
     /// The first events.
@@ -125,6 +137,7 @@ impl ResponseFolder {
 
     fn call(&mut self, call: ToolCallDelta, events: &mut Vec<Value>) {
         if let (Some(id), Some(name)) = (call.id, call.function.name) {
+            let name = self.call_name(name);
             self.start(Kind::Call(call.index, id, name), events);
         }
         let kind = self.open.as_ref().map(|open| open.kind.clone());
@@ -132,6 +145,17 @@ impl ResponseFolder {
             && index == call.index
         {
             self.grow(kind, &call.function.arguments, events);
+        }
+    }
+
+    fn call_name(&self, name: String) -> CallName {
+        let inside = |space: &String| name.strip_prefix(space.as_str())?.strip_prefix('.');
+        let found = self.namespaces.iter().find_map(|space| Some((space, inside(space)?)));
+        match found {
+            Some((space, inside)) => {
+                CallName { namespace: Some(space.clone()), name: inside.to_owned() }
+            }
+            None => CallName { namespace: None, name },
         }
     }
 
@@ -180,7 +204,7 @@ impl ResponseFolder {
         news[key] = json!(open.text);
         match &open.kind {
             Kind::Words => news["logprobs"] = json!([]),
-            Kind::Call(_, _, name) => news["name"] = json!(name),
+            Kind::Call(_, _, called) => news["name"] = json!(called.name),
             Kind::Thinking => {}
         }
         let name = format!("response.{}.done", open.event_name());
@@ -242,10 +266,16 @@ impl Open {
                 "id": self.id, "type": "reasoning", "summary": [], "content": content,
                 "status": status,
             }),
-            Kind::Call(_, call_id, name) => json!({
-                "id": self.id, "type": "function_call", "call_id": call_id, "name": name,
-                "arguments": self.text, "status": status,
-            }),
+            Kind::Call(_, call_id, called) => {
+                let mut item = json!({
+                    "id": self.id, "type": "function_call", "call_id": call_id,
+                    "name": called.name, "arguments": self.text, "status": status,
+                });
+                if let Some(namespace) = &called.namespace {
+                    item["namespace"] = json!(namespace);
+                }
+                item
+            }
         }
     }
 }

@@ -125,10 +125,10 @@ impl Reader {
 
     fn call(&mut self, item: &Fields) -> Result<(), RequestError> {
         let id = required(item, "call_id")?;
-        let name = required(item, "name")?;
+        let name = super::spaced_name(item.string("namespace")?, required(item, "name")?);
         let arguments = arguments(item)?;
         let caller = self.turn(item)?.path.clone();
-        let call = self.turns.call(Some(id), name, arguments, &caller);
+        let call = self.turns.call(Some(id), &name, arguments, &caller);
         self.turn(item)?.calls.push(call);
         Ok(())
     }

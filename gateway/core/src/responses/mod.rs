@@ -84,22 +84,47 @@ fn refuse_state(body: &Fields) -> Result<(), RequestError> {
 }
 
 fn tools(body: &Fields, limits: &Limits) -> Result<(Vec<Json>, Vec<ToolSchema>), RequestError> {
-    let items = body.array("tools")?.unwrap_or(&[]);
-    if items.len() > limits.max_tools {
-        let (count, most) = (items.len(), limits.max_tools);
-        let message = format!("tools has {count} entries; at most {most} are allowed");
+    let mut declared = Declared::default();
+    for (index, item) in body.array("tools")?.unwrap_or(&[]).iter().enumerate() {
+        let tool = Fields::of(item, format!("tools[{index}]"))?;
+        if tool.string("type")? != Some("namespace") {
+            declared.function(&tool, None)?;
+            continue;
+        }
+        let space = tool.string("name")?.filter(|name| !name.is_empty()).ok_or_else(|| {
+            let path = tool.path("name");
+            RequestError::invalid(path.clone(), format!("{path} is missing or empty"))
+        })?;
+        for (place, item) in tool.array("tools")?.unwrap_or(&[]).iter().enumerate() {
+            let path = format!("{}[{place}]", tool.path("tools"));
+            declared.function(&Fields::of(item, path)?, Some(space))?;
+        }
+    }
+    let (count, most) = (declared.schemas.len(), limits.max_tools);
+    if count > most {
+        let message = format!("tools has {count} functions; at most {most} are allowed");
         return Err(RequestError::invalid("tools", message));
     }
-    let (mut tools, mut schemas) = (Vec::new(), Vec::new());
-    for (index, item) in items.iter().enumerate() {
-        let tool = Fields::of(item, format!("tools[{index}]"))?;
+    Ok((declared.tools, declared.schemas))
+}
+
+/// The functions of a request.
+#[derive(Default)]
+struct Declared {
+    tools: Vec<Json>,
+    schemas: Vec<ToolSchema>,
+}
+
+impl Declared {
+    fn function(&mut self, tool: &Fields, space: Option<&str>) -> Result<(), RequestError> {
         let kind = tool.string("type")?.unwrap_or("missing");
         if kind != "function" {
             let path = tool.path("type");
             let message = format!("{path} is {kind:?}; only function tools are supported");
             return Err(RequestError::invalid(path, message));
         }
-        let schema = schema(&tool, "parameters")?;
+        let mut schema = schema(tool, "parameters")?;
+        schema.name = spaced_name(space, &schema.name);
         let mut function = Object::new();
         function.insert("name".to_owned(), schema.name.as_str().into());
         if let Some(description) = tool.string("description")? {
@@ -108,13 +133,18 @@ fn tools(body: &Fields, limits: &Limits) -> Result<(Vec<Json>, Vec<ToolSchema>),
         if let Some(parameters) = &schema.parameters {
             function.insert("parameters".to_owned(), parameters.clone());
         }
-        tools.push(Json::object([
+        self.tools.push(Json::object([
             ("type", "function".into()),
             ("function", Json::Object(function)),
         ]));
-        schemas.push(schema);
+        self.schemas.push(schema);
+        Ok(())
     }
-    Ok((tools, schemas))
+}
+
+/// The name by which the model knows a function of a namespace.
+fn spaced_name(space: Option<&str>, name: &str) -> String {
+    space.map_or_else(|| name.to_owned(), |space| format!("{space}.{name}"))
 }
 
 fn thinking(body: &Fields) -> Result<Option<ThinkingMode>, RequestError> {

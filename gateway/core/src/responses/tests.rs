@@ -79,8 +79,38 @@ fn mistakes_and_wishes_for_state_name_their_place() {
     assert_eq!(at(&format!(r#""input":[{open}]"#)), "input[0]");
     assert_eq!(at(&format!(r#""input":[{open},{{"role":"user","content":"x"}}]"#)), "input[0]");
     assert_eq!(at(r#""input":"Hi","tools":[{"type":"web_search"}]"#), "tools[0].type");
+    let search = r#"{"type":"namespace","name":"n","tools":[{"type":"custom","name":"c"}]}"#;
+    assert_eq!(at(&format!(r#""input":"Hi","tools":[{search}]"#)), "tools[0].tools[0].type");
+    assert_eq!(at(r#""input":"Hi","tools":[{"type":"namespace"}]"#), "tools[0].name");
     assert_eq!(at(r#""input":"Hi","max_output_tokens":0"#), "max_output_tokens");
     assert_eq!(at(r#""input":"Hi","text":{"format":{"type":"xml"}}"#), "text.format.type");
+}
+
+#[test]
+fn functions_of_a_namespace_are_known_by_both_names_and_called_by_each() {
+    let inner = r#"{"type":"function","name":"spawn","parameters":{"type":"object"}}"#;
+    let tools =
+        format!(r#"[{{"type":"namespace","name":"crew","description":"d","tools":[{inner}]}}]"#);
+    let task = task(&format!(
+        r#""tools":{tools},"input":[{{"role":"user","content":"Go"}},
+        {{"type":"function_call","call_id":"c","namespace":"crew","name":"spawn","arguments":"{{}}"}},
+        {{"type":"function_call_output","call_id":"c","output":"ok"}}]"#
+    ))
+    .unwrap();
+    let conversation = &task.conversation;
+    assert_eq!(conversation.tool_schemas[0].name, "crew.spawn");
+    assert_eq!(conversation.tool_schemas[0].param, "tools[0].tools[0].parameters");
+    let history = conversation.messages[1].to_compact();
+    assert!(history.contains(r#""name":"crew.spawn""#), "{history}");
+
+    let mut folder = ResponseFolder::new("resp_1", 0, "m", task.echo);
+    let deltas = vec![call(0, Some("crew.spawn"), "{}"), call(1, Some("crewless"), "{}")];
+    folder.add(deltas);
+    let ending = Ending { reason: FinishReason::ToolCalls, usage: Usage::default() };
+    let last = folder.end(&ending).pop().unwrap();
+    let calls = &last["response"]["output"];
+    assert_eq!((&calls[0]["namespace"], &calls[0]["name"]), (&json!("crew"), &json!("spawn")));
+    assert_eq!((calls[1].get("namespace"), &calls[1]["name"]), (None, &json!("crewless")));
 }
 
 #[test]

@@ -79,7 +79,7 @@ async fn whole(
 struct WholeSample {
     folder: MessageFolder,
     logprobs: Vec<TokenLogprob>,
-    end: Option<SampleEnd>,
+    end: Option<Box<SampleEnd>>,
 }
 
 /// Steps as `chat.completion.chunk` events.

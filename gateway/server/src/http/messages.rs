@@ -147,7 +147,7 @@ struct EventWording {
     /// The request's `max_tokens`.
     asked: Option<u32>,
     blocks: BlockFolder,
-    end: Option<SampleEnd>,
+    end: Option<Box<SampleEnd>>,
 }
 
 impl EventWording {

@@ -102,7 +102,7 @@ async fn receive<T: Send + 'static>(
     let Tenant(tenant) = request.extensions().get().cloned().unwrap_or_default();
     let affinity = request.headers().get("x-session-affinity").and_then(|text| text.to_str().ok());
     let affinity = affinity.filter(|text| !text.is_empty()).map(str::to_owned);
-    let (bytes, lease) = body::read(app, request.into_body(), max_bytes).await?;
+    let (bytes, lease) = body::read(app, request, max_bytes).await?;
     let is_long = lease.bytes() > LONG_BODY_BYTES;
     let checked =
         run_text(app, is_long, move |app| check(RequestBody::parse(&bytes)?, &app.limits)).await?;

@@ -22,7 +22,7 @@ use super::{Tenant, rates, refuse};
 use crate::app::App;
 use crate::error::{ErrorKind, GatewayError};
 use crate::telemetry::RouteLabel;
-use crate::telemetry::traces::{RequestTrace, TraceContext};
+use crate::telemetry::traces::{RequestTrace, TraceContext, hex};
 
 const REQUEST_ID: HeaderName = HeaderName::from_static("x-request-id");
 const TRACEPARENT: HeaderName = HeaderName::from_static("traceparent");
@@ -49,8 +49,7 @@ impl RequestIds {
 
 /// 24 letters that nobody else has.
 pub(super) fn fresh_id() -> String {
-    let (high, low) = (rand::random::<u64>(), rand::random::<u32>());
-    format!("{high:016x}{low:08x}")
+    hex(&rand::random::<[u8; 12]>())
 }
 
 /// Answers one request, whatever happens in its handler.

@@ -14,6 +14,7 @@ use tokio::task::JoinSet;
 use tokio_util::sync::CancellationToken;
 
 use super::auth::Door;
+use super::body::Leftovers;
 use super::{admin, observe, router};
 use crate::app::App;
 
@@ -114,10 +115,13 @@ async fn speak<S>(app: Arc<App>, door: Door, router: Router, stream: S, stop: Ca
 where
     S: AsyncRead + AsyncWrite + Unpin + Send + 'static,
 {
+    let (leftovers, reading) = Leftovers::new();
     let service = service_fn(move |request: hyper::Request<hyper::body::Incoming>| {
         let (app, router) = (Arc::clone(&app), router.clone());
+        let leftovers = leftovers.clone();
         async move {
-            let request = request.map(Body::new);
+            let mut request = request.map(Body::new);
+            request.extensions_mut().insert(leftovers);
             Ok::<_, std::convert::Infallible>(observe::answer(app, door, router, request).await)
         }
     });
@@ -128,11 +132,19 @@ where
         .writev(false)
         .serve_connection(TokioIo::new(stream), service);
     let mut serving = std::pin::pin!(serving);
+    let mut reading = std::pin::pin!(reading);
+    // replies first, then the rest of what they refused, which is never all
     let outcome = tokio::select! {
+        biased;
         outcome = serving.as_mut() => outcome,
+        () = reading.as_mut() => return,
         () = stop.cancelled() => {
             serving.as_mut().graceful_shutdown();
-            serving.await
+            tokio::select! {
+                biased;
+                outcome = serving.as_mut() => outcome,
+                () = reading => return,
+            }
         }
     };
     if let Err(error) = outcome {

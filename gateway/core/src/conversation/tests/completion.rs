@@ -20,10 +20,11 @@ fn text_completions_take_text_ids_and_lists_of_both() {
     ] {
         assert_eq!(check(members).unwrap().prompts, expected);
     }
-    let task = check(r#""prompt":"a","logprobs":0,"echo":true,"stream":true"#).unwrap();
+    let task = check(r#""prompt":"a","echo":true,"stream":true"#).unwrap();
     assert!(task.echo && task.stream.stream && task.add_special_tokens);
-    assert_eq!(task.generation.logprobs, LogprobsWish { wanted: true, top: 0 });
     assert_eq!(task.generation.max_tokens, Some(16));
+    let task = check(r#""prompt":"a","logprobs":0"#).unwrap();
+    assert_eq!(task.generation.logprobs, LogprobsWish { wanted: true, top: 0 });
     for (members, param) in [
         ("", "prompt"),
         (r#""prompt":[]"#, "prompt"),
@@ -33,6 +34,7 @@ fn text_completions_take_text_ids_and_lists_of_both() {
         (r#""prompt":[["a"]]"#, "prompt[0][0]"),
         (r#""prompt":{}"#, "prompt"),
         (r#""prompt":"a","suffix":"b""#, "suffix"),
+        (r#""prompt":"a","echo":true,"logprobs":0"#, "echo"),
         (r#""prompt":"a","logprobs":true"#, "logprobs"),
     ] {
         assert_eq!(check(members).unwrap_err().param.as_deref(), Some(param), "{members}");

@@ -7,7 +7,7 @@ use crate::schema::{Types, resolve};
 pub(super) type Inexpressible = String;
 pub(super) type Expressed<T> = Result<T, Inexpressible>;
 
-/// References that refer on to further ones more often than this are a circle.
+/// References that refer on to further ones more often than this are taken for a circle.
 pub(super) const MAX_CHAIN: usize = 64;
 
 pub(super) static ANYTHING: Json = Json::Bool(true);
@@ -110,7 +110,7 @@ impl<'a> Reading<'a> {
             }
             at = next;
         }
-        Err("references that lead in a circle".to_owned())
+        Err(format!("references that lead in a circle, or on and on more than {MAX_CHAIN} times"))
     }
 
     pub(super) fn alternatives(&self, object: &'a Object) -> Expressed<Option<&'a [Json]>> {

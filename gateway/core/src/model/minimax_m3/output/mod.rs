@@ -18,6 +18,9 @@ use grammar::{Action, State, Symbol, step};
 use lexer::{Lexeme, Lexer, MAX_NAME_BYTES, Remainder, Tag};
 use std::sync::Arc;
 
+/// How the dialect without marks names every value where it ends.
+const VALUE: &str = "parameter";
+
 /// A symbol with what it stands for.
 #[derive(Clone, Debug)]
 enum Piece {
@@ -55,6 +58,9 @@ pub(super) struct M3Parser {
     /// Name of the call whose opening is kept.
     kept_name: String,
     call: Option<ArgumentWriter>,
+    /// A closing tag in the dialect without marks, and what stands behind it: text of the value if
+    /// a further closing tag comes before the next value or the call's end.
+    held_close: Option<String>,
     num_calls: usize,
     tools: Arc<[ToolSchema]>,
     account: Vec<Stretch>,
@@ -74,6 +80,7 @@ impl M3Parser {
             kept: String::new(),
             kept_name: String::new(),
             call: None,
+            held_close: None,
             num_calls: 0,
             tools: options.tools.clone(),
             account: Vec::new(),
@@ -97,6 +104,10 @@ impl M3Parser {
     }
 
     fn text(&mut self, mut text: String, events: &mut Vec<OutputEvent>) {
+        // in most places white space is text like any other
+        if step(self.state, Symbol::Blank) == step(self.state, Symbol::Words) {
+            return self.read(Symbol::Words, Piece::Text(text), events);
+        }
         let num_blank = text.len() - text.trim_ascii_start().len();
         let words = text.split_off(num_blank);
         if !text.is_empty() {
@@ -225,17 +236,40 @@ impl M3Parser {
     fn argue(&mut self, piece: Piece, events: &mut Vec<OutputEvent>) {
         self.note(TextClass::Call, piece.num_bytes());
         if let Some(call) = &mut self.call {
-            match piece {
-                Piece::Text(text) => call.text(&text),
-                Piece::Think(tag) => call.text(tag),
-                Piece::Tag(tag) if tag.is_closing => call.close(&tag.name),
-                Piece::Tag(tag) => call.open(&tag.name),
+            match (piece, &mut self.held_close) {
+                (Piece::Tag(tag), Some(held)) if tag.is_closing => {
+                    call.text(&std::mem::replace(held, tag.raw()));
+                }
+                (Piece::Tag(tag), Some(_)) => {
+                    self.held_close = None;
+                    call.close(VALUE);
+                    call.open(&tag.name);
+                }
+                (piece, Some(held)) => held.push_str(&piece.raw()),
+                (Piece::Tag(tag), None) if tag.is_closing && tag.name == VALUE => {
+                    match self.dialect == &dialect::M2 {
+                        true => self.held_close = Some(tag.raw()),
+                        false => call.close(&tag.name),
+                    }
+                }
+                (Piece::Text(text), None) => call.text(&text),
+                (Piece::Think(tag), None) => call.text(tag),
+                (Piece::Tag(tag), None) if tag.is_closing => call.close(&tag.name),
+                (Piece::Tag(tag), None) => call.open(&tag.name),
             }
         }
         self.send_arguments(events);
     }
 
+    /// No further closing tag can come.
+    fn close_held(&mut self) {
+        if let (Some(_), Some(call)) = (self.held_close.take(), &mut self.call) {
+            call.close(VALUE);
+        }
+    }
+
     fn end(&mut self, events: &mut Vec<OutputEvent>) {
+        self.close_held();
         if let Some(call) = &mut self.call {
             call.end();
         }
@@ -293,6 +327,8 @@ impl OutputParser for M3Parser {
             }
             None => {}
         }
+        self.close_held();
+        self.send_arguments(events);
         match self.state {
             // nothing but white space was said
             State::Start => self.show(TextClass::Content, String::new(), events),
@@ -302,6 +338,10 @@ impl OutputParser for M3Parser {
 
     fn take_account(&mut self) -> Vec<Stretch> {
         std::mem::take(&mut self.account)
+    }
+
+    fn add_account(&mut self, account: &mut Vec<Stretch>) {
+        account.append(&mut self.account);
     }
 }
 

@@ -3,7 +3,11 @@
 use super::*;
 use crate::openai::FinishReason;
 
-const CASES: &str = include_str!("../../../../../../../tests/data/parser/m3_output.json");
+/// Cases of each dialect, and how many there are at least.
+const CASES: [(&Dialect, &str, usize); 2] = [
+    (&dialect::M3, include_str!("../../../../../../../tests/data/parser/m3_output.json"), 51),
+    (&dialect::M2, include_str!("../../../../../../../tests/data/parser/m2_output.json"), 11),
+];
 
 fn text(value: Option<&Json>) -> String {
     value.and_then(Json::as_str).unwrap_or_default().to_owned()
@@ -110,7 +114,9 @@ fn check(case: &Json, reply: &Reply) {
         for shown in
             [&reply.message.content, &reply.message.reasoning_content].into_iter().flatten()
         {
-            for marker in [MARK, "<mm:think>", "</mm:think>"] {
+            for marker in
+                [MARK, "<mm:think>", "</mm:think>", "<minimax:tool_call>", "<invoke", "<parameter"]
+            {
                 assert!(!shown.contains(marker), "{id}: {shown:?}");
             }
         }
@@ -122,33 +128,39 @@ fn check(case: &Json, reply: &Reply) {
 
 #[test]
 fn every_case_holds_under_every_chunking() {
-    let cases = Json::parse(CASES.as_bytes()).unwrap();
-    let cases = cases.get("cases").and_then(Json::as_array).unwrap();
-    assert!(cases.len() > 45, "{} cases", cases.len());
-    for case in cases {
-        let options = case_options(case);
-        let raw = text(case.get("raw_output"));
-        let stop = match text(case.get("engine_stop")).as_str() {
-            "length" => EngineStop::Length,
-            _ => EngineStop::Stop,
-        };
-        let whole = read(&options, [raw.as_str()], stop);
-        check(case, &whole);
-        let total: usize = whole.account.iter().map(|stretch| stretch.num_bytes).sum();
-        assert_eq!(total, raw.len());
-        let by_character = read(&options, characters(&raw), stop);
-        assert!(same(by_character.clone(), whole.clone()), "{by_character:#?} {whole:#?}");
-        // a long value has nothing new to split after its first hundred characters
-        let cuts = raw.char_indices().map(|(at, _)| at).filter(|at| raw.len() < 2000 || *at < 300);
-        for cut in cuts {
-            let (head, tail) = raw.split_at(cut);
-            let split = read(&options, [head, tail], stop);
-            assert!(same(split.clone(), whole.clone()), "cut at {cut}: {split:#?} {whole:#?}");
-        }
-        for lengths in [[1, 2, 3], [4, 1, 7], [2, 50, 1], [13, 13, 12], [7, 7, 7]] {
-            let split = read(&options, pieces(&raw, &lengths), stop);
-            assert!(same(split, whole.clone()), "{lengths:?}");
-        }
+    for (dialect, cases, num_cases) in CASES {
+        let cases = Json::parse(cases.as_bytes()).unwrap();
+        let cases = cases.get("cases").and_then(Json::as_array).unwrap();
+        assert!(cases.len() >= num_cases, "{} cases", cases.len());
+        cases.iter().for_each(|case| holds_under_every_chunking(dialect, case));
+    }
+}
+
+fn holds_under_every_chunking(dialect: &'static Dialect, case: &Json) {
+    let read =
+        |options: &OutputOptions, chunks: Vec<&str>, stop| read_as(dialect, options, chunks, stop);
+    let options = case_options(case);
+    let raw = text(case.get("raw_output"));
+    let stop = match text(case.get("engine_stop")).as_str() {
+        "length" => EngineStop::Length,
+        _ => EngineStop::Stop,
+    };
+    let whole = read(&options, vec![raw.as_str()], stop);
+    check(case, &whole);
+    let total: usize = whole.account.iter().map(|stretch| stretch.num_bytes).sum();
+    assert_eq!(total, raw.len());
+    let by_character = read(&options, characters(&raw), stop);
+    assert!(same(by_character.clone(), whole.clone()), "{by_character:#?} {whole:#?}");
+    // a long value has nothing new to split after its first hundred characters
+    let cuts = raw.char_indices().map(|(at, _)| at).filter(|at| raw.len() < 2000 || *at < 300);
+    for cut in cuts {
+        let (head, tail) = raw.split_at(cut);
+        let split = read(&options, vec![head, tail], stop);
+        assert!(same(split.clone(), whole.clone()), "cut at {cut}: {split:#?} {whole:#?}");
+    }
+    for lengths in [[1, 2, 3], [4, 1, 7], [2, 50, 1], [13, 13, 12], [7, 7, 7]] {
+        let split = read(&options, pieces(&raw, &lengths), stop);
+        assert!(same(split, whole.clone()), "{lengths:?}");
     }
 }
 
