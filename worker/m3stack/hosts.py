@@ -23,8 +23,8 @@ _log = logging.getLogger(__name__)
 
 # longest that hosts may take to join: images are pulled, machines are booted
 JOIN_S = 1800.0
-# that are let in at once; one that says nothing is turned away after a while
-MAX_GREETED = 32
+# that are let in at once, and how long one gets to say who it is, however it drips
+MAX_GREETED, GREETING_S = 32, 20.0
 # how often the wait for them looks whether it is still wanted, and says that it goes on
 LOOK_S, SAY_S = 0.5, 15.0
 # settings that may differ from host to host
@@ -188,6 +188,9 @@ class Hosts:
 
     def _introduce(self, link: Link) -> None:
         index = -1
+        deadline = threading.Timer(GREETING_S, link.close)
+        deadline.daemon = True
+        deadline.start()
         try:
             link.authenticate(self._key, is_leader=True)
             kind, data = link.receive(MAX_GREETING_BYTES)
@@ -208,6 +211,8 @@ class Hosts:
             _log.warning("host_turned_away address=%s reason=%s", link.peer_host, error)
             link.close()
             return
+        finally:
+            deadline.cancel()
         _log.info("host_joined host=%d address=%s", index, link.peer_host)
         with self._lock:
             self._up[index] = threading.Event()

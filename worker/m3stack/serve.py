@@ -100,7 +100,13 @@ def run_worker(config: WorkerConfig, *, on_listening: OnListening | None = None)
     """
     set_up_logging(config.log_level)
     worker = _Worker(config)
-    code = asyncio.run(worker.run(on_listening))
+    try:
+        code = asyncio.run(worker.run(on_listening))
+    except StartupError as error:
+        if not worker.loading_hangs:
+            raise
+        _log.critical("startup_failed reason=%s", error)
+        code = EXIT_FAILED
     if worker.loading_hangs:
         # an orderly end would wait for what does not end; ranks follow their leader
         logging.shutdown()
