@@ -5,10 +5,14 @@ from __future__ import annotations
 import pytest
 import torch
 
+from m3stack import gpu_steps
+from m3stack.assemble import scheduler_limits
 from m3stack.cache.pool import PageShape
 from m3stack.checkpoints import builtin_checkpoint
+from m3stack.config import WorkerConfig
 from m3stack.dry_run import STAND_IN_PAGES, largest_encode, largest_step, run_largest_step
 from m3stack.models.minimax_m3.model import M3Model
+from m3stack.parallel import ALONE
 from tests.worker.support import load, make_cache
 
 
@@ -53,3 +57,20 @@ def test_the_largest_encode_is_about_as_large_as_asked(model: M3Model, num_patch
     merge = model.config.vision.merge_size
     assert grid[1] % merge == 0 == grid[2] % merge
     assert batch.patches[0].shape[0] == grid[1] * grid[2] <= max(num_patches, merge**2)
+
+
+def test_pages_leave_room_on_the_rank_that_has_the_least(
+    model: M3Model, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = WorkerConfig(model_path=str(builtin_checkpoint("tiny")), device="cpu")
+    limits = scheduler_limits(config, torch.device("cpu"))
+    monkeypatch.setattr(gpu_steps, "free_bytes", lambda device: 10 << 30)
+    told: list[int] = []
+
+    def least(own: int) -> int:
+        told.append(own)
+        return 7 << 30
+
+    reserved = gpu_steps.bytes_scarcest(config, model, limits, mesh=ALONE, least=least)
+    assert told == [10 << 30]
+    assert reserved == 3 << 30

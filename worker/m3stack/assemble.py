@@ -30,6 +30,7 @@ from m3stack.engine.scheduler import Scheduler
 from m3stack.errors import LoadingStoppedError, StartupError
 from m3stack.gpu_steps import (
     bytes_of_steps,
+    bytes_scarcest,
     device_counts,
     forward_of,
     overlaps_steps,
@@ -130,9 +131,9 @@ def build_follower(
     model = load_rank(config, model_config, hardware, mesh=mesh)
     word = LeadersWord(joined.control)
     word.await_all()
-    run_ahead(
-        config, model, scheduler_limits(config, hardware.device), mesh=mesh, agree=word.goes_on
-    )
+    limits = scheduler_limits(config, hardware.device)
+    run_ahead(config, model, limits, mesh=mesh, agree=word.goes_on)
+    bytes_scarcest(config, model, limits, mesh=mesh, least=word.least)
     setup = receive_setup()
     shape = page_shape(config, model_config, hardware, mesh.rank)
     pool = KvPool(shape, setup.num_pages, hardware.device)
@@ -163,13 +164,8 @@ def _assemble_leader(config: WorkerConfig, ground: Ground, around: Surroundings)
     mesh = ALONE if group is None else ProcessMesh(group.joined.tensors)
     model = load_rank(config, model_config, hardware, mesh=mesh, progress=around.progress)
     limits = scheduler_limits(config, hardware.device)
-    _run_first_steps(config, model, limits, mesh=mesh, ground=ground, around=around)
-    pool = build_pool(
-        config,
-        model_config,
-        hardware,
-        reserved_bytes=bytes_of_steps(config, model, limits) if mesh.size == 1 else 0,
-    )
+    reserved = _run_first_steps(config, model, limits, mesh=mesh, ground=ground, around=around)
+    pool = build_pool(config, model_config, hardware, reserved_bytes=reserved)
     check_hot_pages(config, model_config, pool, limits)
     host_pool = build_host_pool(config, pool, hardware.device)
     context = context_within(config, model_config, pool)
@@ -238,18 +234,23 @@ def _run_first_steps(
     mesh: Mesh,
     ground: Ground,
     around: Surroundings,
-) -> None:
-    """Every rank has loaded, and has run what steps compile at first use."""
+) -> int:
+    """Every rank has loaded, has run what steps compile at first use, and the largest of them.
+
+    Returns:
+        Bytes of this rank's free memory that pages must leave, so that no rank has too little.
+    """
     around.check()
     group = ground.group
     if group is None:
         run_ahead(config, model, limits, check=around.check)
-        return
+        return bytes_of_steps(config, model, limits)
     word = LeadersWord(group.joined.control)
     try:
         word.await_all()
         run_ahead(config, model, limits, mesh=mesh, agree=word.goes_on, check=around.check)
-    except LoadingStoppedError:
+        return bytes_scarcest(config, model, limits, mesh=mesh, least=word.least)
+    except (LoadingStoppedError, StartupError):
         raise
     except Exception as error:
         reason = group.lost() or f"the ranks could not run a first step: {error}"

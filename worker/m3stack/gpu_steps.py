@@ -23,7 +23,7 @@ from m3stack.first_steps import Bounds, run_first_steps, sizes
 from m3stack.hardware import Hardware
 from m3stack.models.minimax_m3.model import M3Model
 from m3stack.parallel import ALONE, Mesh
-from m3stack.pools import context_limit, page_shape
+from m3stack.pools import context_limit, free_bytes, page_shape
 
 if TYPE_CHECKING:
     from m3stack.kernels.msa.prefill.with_cuda import CudaPrefill
@@ -88,8 +88,13 @@ def _counting_prefill(model: M3Model) -> CudaPrefill | None:
     return msa.prefill if isinstance(msa, CudaMsa) else None
 
 
-def bytes_of_steps(config: WorkerConfig, model: M3Model, limits: SchedulerLimits) -> int:
+def bytes_of_steps(
+    config: WorkerConfig, model: M3Model, limits: SchedulerLimits, *, mesh: Mesh = ALONE
+) -> int:
     """GPU memory that must stay free of pages: the largest step's, and that of recorded steps.
+
+    Args:
+        mesh: all ranks; each of them calls this, and runs the same step.
 
     Raises:
         StartupError: the largest step does not fit at all.
@@ -99,7 +104,7 @@ def bytes_of_steps(config: WorkerConfig, model: M3Model, limits: SchedulerLimits
         return 0
     context = context_limit(config, model.config)
     num_tokens = min(limits.most_tokens, context)
-    shape = page_shape(config, model.config, Hardware(device, model.embedding.dtype))
+    shape = page_shape(config, model.config, Hardware(device, model.embedding.dtype), mesh.rank)
     try:
         step = run_largest_step(
             model,
@@ -113,7 +118,28 @@ def bytes_of_steps(config: WorkerConfig, model: M3Model, limits: SchedulerLimits
             f"a step of {num_tokens} tokens at the end of {context} does not fit beside the "
             f"weights: {error}; lower max_batch_tokens or max_context_tokens"
         ) from error
-    return step + _graph_bytes(config) + _copies_of_many(shape, context)
+    recorded = _graph_bytes(config) if mesh.size == 1 else 0
+    return step + recorded + _copies_of_many(shape, context)
+
+
+def bytes_scarcest(
+    config: WorkerConfig,
+    model: M3Model,
+    limits: SchedulerLimits,
+    *,
+    mesh: Mesh,
+    least: Callable[[int], int],
+) -> int:
+    """As `bytes_of_steps`, such that no rank has less left than this one.
+
+    Args:
+        mesh: all ranks; each of them calls this.
+        least: gives every rank the smallest of their numbers.
+    """
+    device = model.embedding.device
+    own = bytes_of_steps(config, model, limits, mesh=mesh)
+    free = free_bytes(device)
+    return free - least(free - own)
 
 
 def _copies_of_many(shape: PageShape, context_tokens: int) -> int:

@@ -85,6 +85,16 @@ class LeadersWord:
         dist.broadcast(word_1, group=self._group, group_src=0)
         return bool(word_1.item())
 
+    def least(self, own: int) -> int:
+        """The smallest of all ranks' numbers, on every rank.
+
+        Raises:
+            RuntimeError: one of them is gone.
+        """
+        number_1 = torch.tensor([own])
+        dist.all_reduce(number_1, op=dist.ReduceOp.MIN, group=self._group)
+        return int(number_1.item())
+
 
 class ProcessMesh:
     """Ranks in processes of their own, one each, over a torch.distributed group.

@@ -101,7 +101,7 @@ def build_pool(
         StartupError: there is no room for one page, or not for those that were asked for.
     """
     shape = page_shape(config, model, hardware)
-    free = max(0, _free_bytes(hardware.device) - reserved_bytes)
+    free = max(0, free_bytes(hardware.device) - reserved_bytes)
     if config.hot_pages:
         return _build_tiered_pool(config, model, shape, hardware.device, free_bytes=free)
     num_pages = config.num_pages
@@ -180,7 +180,7 @@ def check_hot_pages(
         )
 
 
-def _free_bytes(device: torch.device) -> int:
+def free_bytes(device: torch.device) -> int:
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0]
     available = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
