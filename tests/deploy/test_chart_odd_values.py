@@ -100,6 +100,10 @@ def test_what_the_operator_says_of_a_variable_or_a_label_holds_and_stands_once()
         (changed(worker__roles={"encode": {"settings": {"drain_s": 9}}}), "roles.encode.settings"),
         (changed(worker__roles={"encode": {"settings": {"role": "all"}}}), "worker.roles"),
         (
+            changed(worker__roles={"encode": {"settings": {"tensor_parallel": 2}}}),
+            "worker.roles.encode.gpus",
+        ),
+        (
             changed(gateway__autoscaling={"enabled": True, "minReplicas": 9, "maxReplicas": 2}),
             "minReplicas is 9",
         ),

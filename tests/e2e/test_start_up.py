@@ -93,6 +93,19 @@ def test_a_port_that_is_taken_is_named(kind: str, flag: str) -> None:
     assert code == START
 
 
+def test_metrics_are_served_on_an_address_of_the_newer_kind() -> None:
+    try:
+        taken = socket.create_server(("::1", 0), family=socket.AF_INET6)
+    except OSError:
+        pytest.skip("this machine has no IPv6")
+    with taken:
+        address = f"[::1]:{taken.getsockname()[1]}"
+        code, complaint = refused("worker", "--metrics-listen", address, "--listen", "127.0.0.1:0")
+    # the address was understood: what is wrong is that it is taken
+    assert "in use" in complaint
+    assert code == START
+
+
 def test_a_gateway_that_was_given_no_port_says_which_it_has() -> None:
     command = [sys.executable, "-m", "m3stack", "gateway", "--listen", "127.0.0.1:0"]
     command += ["--admin-listen", "127.0.0.1:0", "--workers", "127.0.0.1:1"]

@@ -345,7 +345,7 @@ class _Worker:
             registry.register(VllmNames(registry, self._config.model_name))
         host, _, port = self._config.metrics_listen.rpartition(":")
         try:
-            server, _ = start_http_server(int(port), host, self._metrics.registry)
+            server, _ = start_http_server(int(port), host.strip("[]"), self._metrics.registry)
         except OSError as error:
             raise StartupError(
                 f"cannot serve metrics on {self._config.metrics_listen}: {error}; "

@@ -29,10 +29,10 @@ app.kubernetes.io/component: {{ index . 1 | quote }}
 {{- define "m3stack.labels" -}}
 {{- $root := index . 0 -}}
 {{- $own := dict
-  "app.kubernetes.io/version" $root.Chart.AppVersion
+  "app.kubernetes.io/version" ($root.Chart.AppVersion | replace "+" "_")
   "app.kubernetes.io/managed-by" $root.Release.Service
   "app.kubernetes.io/part-of" "m3stack"
-  "helm.sh/chart" (printf "%s-%s" $root.Chart.Name $root.Chart.Version)
+  "helm.sh/chart" (printf "%s-%s" $root.Chart.Name $root.Chart.Version | replace "+" "_")
 -}}
 {{- $selects := include "m3stack.selector" . | fromYaml -}}
 {{ merge $selects (deepCopy $root.Values.commonLabels) $own | toYaml }}
