@@ -13,6 +13,8 @@ use std::collections::{HashMap, HashSet};
 
 /// Most items of a file, and most properties: grids of cameras have a hundred.
 const MAX_ITEMS: usize = 4096;
+/// Most properties of one item, which is looked up once for each tile; files have a dozen.
+const MAX_OF_ITEM: usize = 64;
 /// Most boxes at the top of a file before its meta box.
 const MAX_TOP: usize = 32;
 
@@ -150,6 +152,9 @@ impl<'a> Items<'a> {
     pub(super) fn tiles_of(&self, id: u32) -> Result<Vec<Item<'a>>, MediaError> {
         let derived = self.from(b"dimg").find(|reference| reference.from == id);
         match derived {
+            Some(reference) if reference.to.len() > MAX_ITEMS => {
+                Err(unreadable("its grid has far too many tiles"))
+            }
             Some(reference) if !reference.to.is_empty() => {
                 reference.to.iter().map(|tile| self.item(*tile)).collect()
             }
@@ -345,7 +350,11 @@ fn associations(body: &[u8]) -> Option<HashMap<u32, Vec<(usize, bool)>>> {
             let field = fields.number(if is_wide_number { 2 } else { 1 })?;
             numbers.push(((field & ((1 << bits) - 1)) as usize, field >> bits != 0));
         }
-        associations.entry(id).or_default().extend(numbers);
+        let of_item = associations.entry(id).or_default();
+        of_item.extend(numbers);
+        if of_item.len() > MAX_OF_ITEM {
+            return None;
+        }
     }
     Some(associations)
 }

@@ -153,3 +153,42 @@ fn a_file_cut_anywhere_is_refused_and_a_damaged_one_keeps_its_word() {
     }
     assert!(read > 1000 && refused > 1000, "{read} {refused}");
 }
+
+fn boxed(kind: &[u8; 4], parts: &[&[u8]]) -> Vec<u8> {
+    let body = parts.concat();
+    [&(body.len() as u32 + 8).to_be_bytes(), &kind[..], &body].concat()
+}
+
+/// A file of a few KB whose grid names one tile so often, and that tile one property.
+fn repeating(num_tiles: u16, num_properties: u32) -> Vec<u8> {
+    let entry =
+        |id: u8, kind: &[u8; 4]| boxed(b"infe", &[&[2, 0, 0, 0], &[0, id, 0, 0], kind, b"\0"]);
+    let kinds = boxed(b"iinf", &[&[0; 4], &[0, 2], &entry(1, b"grid"), &entry(2, b"av01")]);
+    let size = boxed(b"ispe", &[&[0; 4], &64_u32.to_be_bytes(), &64_u32.to_be_bytes()]);
+    let mut links = vec![0, 1, 1, 1];
+    for _ in 0..num_properties {
+        links.extend([0, 2, 1, 1]);
+    }
+    let count = (num_properties + 1).to_be_bytes();
+    let links = boxed(b"ipma", &[&[0; 4], &count, &links]);
+    let properties = boxed(b"iprp", &[&boxed(b"ipco", &[&size]), &links]);
+    let places = boxed(b"iloc", &[&[0; 4], &[0x44, 0, 0, 0]]);
+    let tiles = [0, 2].repeat(num_tiles.into());
+    let tiles = boxed(b"dimg", &[&[0, 1], &num_tiles.to_be_bytes(), &tiles]);
+    let tiles = boxed(b"iref", &[&[0; 4], &tiles]);
+    let primary = boxed(b"pitm", &[&[0; 4], &[0, 1]]);
+    let meta = boxed(b"meta", &[&[0; 4], &primary, &kinds, &properties, &places, &tiles]);
+    [boxed(b"ftyp", &[b"avif\0\0\0\0avif"]), meta].concat()
+}
+
+#[test]
+fn what_is_named_again_and_again_takes_no_memory_each_time() {
+    let reason = |num_tiles, num_properties| {
+        let bytes = repeating(num_tiles, num_properties);
+        AvifPlan::read(&bytes, &LIMITS).unwrap_err().to_string()
+    };
+    // a sound index, whose items have no bytes
+    assert!(reason(4096, 64).contains("no bytes"), "{}", reason(4096, 64));
+    assert!(reason(4096, 65).contains("meta box is damaged"), "{}", reason(4096, 65));
+    assert!(reason(4097, 1).contains("too many tiles"), "{}", reason(4097, 1));
+}
