@@ -25,7 +25,7 @@ use std::collections::HashSet;
 
 const FORMAT: &str = "AVIF";
 /// Coded pixels for each pixel shown, at most: the tiles at the edges of a grid reach over it.
-const MAX_CODED: u64 = 4;
+const MAX_CODED: u64 = 2;
 /// What a tile may have beyond that: the least that one measures is 64 by 64.
 const TILE_PIXELS: u64 = 64 * 64;
 /// Coded frames of one item, at most: four layers, and hidden ones.
@@ -101,6 +101,10 @@ impl<'a> AvifPlan<'a> {
             None => None,
         };
         let first = coded[0].sequence;
+        let is_grey = |alpha: &Alpha<'_>| alpha.items[0].sequence.chroma == planes::Chroma::None;
+        if alpha.as_ref().is_some_and(|alpha| !is_grey(alpha)) {
+            return Err(unreadable("its transparency has colours"));
+        }
         if alpha.as_ref().is_some_and(|alpha| alpha.items[0].sequence.depth != first.depth) {
             return Err(unreadable("its transparency has another bit depth than its colours"));
         }

@@ -86,8 +86,8 @@ impl Source {
     pub(super) fn still_memory(header: &ImageHeader) -> u64 {
         // see `DecodeLimits::max_pixels`
         let per_pixel = match header.format {
-            // planes of 16 bits twice over, when tiles are joined, and what they become
-            ImageFormat::Avif => 24,
+            // planes of 16 bits, twice as many pixels coded as shown, joined, and what they become
+            ImageFormat::Avif => 36,
             ImageFormat::Tiff => 16,
             _ => 9,
         };
