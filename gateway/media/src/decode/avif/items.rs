@@ -15,6 +15,8 @@ use std::collections::{HashMap, HashSet};
 const MAX_ITEMS: usize = 4096;
 /// Most properties of one item, which is looked up once for each tile; files have a dozen.
 const MAX_OF_ITEM: usize = 64;
+/// Most parts of all items together: a part takes more memory than its place in the file.
+const MAX_EXTENTS: u64 = 4 * MAX_ITEMS as u64;
 /// Most boxes at the top of a file before its meta box.
 const MAX_TOP: usize = 32;
 
@@ -41,7 +43,7 @@ pub(super) struct Items<'a> {
 }
 
 /// Where the bytes of an item are.
-struct Place {
+pub(super) struct Place {
     is_in_idat: bool,
     /// Offset and length; a length of 0 is all that follows.
     extents: Vec<(u64, u64)>,
@@ -301,7 +303,7 @@ fn entries(bytes: &[u8]) -> Option<Vec<Piece<'_>>> {
     Some(pieces)
 }
 
-fn places(body: &[u8]) -> Option<HashMap<u32, Place>> {
+pub(super) fn places(body: &[u8]) -> Option<HashMap<u32, Place>> {
     let version = *body.first()?;
     let mut fields = Fields(body.get(4..)?);
     let sizes = fields.number(2)?;
@@ -312,7 +314,7 @@ fn places(body: &[u8]) -> Option<HashMap<u32, Place>> {
         return None;
     }
     let count = fields.id(version > 1)? as usize;
-    let mut places = HashMap::new();
+    let (mut places, mut all_extents) = (HashMap::new(), 0);
     for _ in 0..count.min(MAX_ITEMS) {
         let id = fields.id(version > 1)?;
         let method = if version == 0 { 0 } else { fields.number(2)? & 15 };
@@ -320,6 +322,10 @@ fn places(body: &[u8]) -> Option<HashMap<u32, Place>> {
         let base = fields.number(base_bytes)?;
         let mut extents = Vec::new();
         let num_extents = fields.number(2)?;
+        all_extents += num_extents;
+        if all_extents > MAX_EXTENTS {
+            return None;
+        }
         // what takes no bytes here could be said any number of times
         if num_extents > 1 && offset_bytes + length_bytes == 0 {
             return None;
@@ -330,7 +336,7 @@ fn places(body: &[u8]) -> Option<HashMap<u32, Place>> {
             extents.push((offset, fields.number(length_bytes)?));
         }
         // bytes in other files and in other items are nobody's
-        if method < 2 && file == 0 && extents.len() <= MAX_ITEMS {
+        if method < 2 && file == 0 {
             places.insert(id, Place { is_in_idat: method == 1, extents });
         }
     }

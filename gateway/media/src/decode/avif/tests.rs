@@ -192,3 +192,20 @@ fn what_is_named_again_and_again_takes_no_memory_each_time() {
     assert!(reason(4096, 65).contains("meta box is damaged"), "{}", reason(4096, 65));
     assert!(reason(4097, 1).contains("too many tiles"), "{}", reason(4097, 1));
 }
+
+#[test]
+fn parts_of_all_items_are_counted_together() {
+    // offsets of no bytes, lengths of one: each part takes a byte of the file
+    let places = |num_items: u16, num_parts: u16| {
+        let mut body = vec![0, 0, 0, 0, 0x01, 0];
+        body.extend(num_items.to_be_bytes());
+        for id in 0..num_items {
+            body.extend([id.to_be_bytes(), [0, 0], num_parts.to_be_bytes()].concat());
+            body.extend(vec![1; num_parts.into()]);
+        }
+        super::items::places(&body).map(|places| places.len())
+    };
+    assert_eq!(places(4, 4096), Some(4));
+    assert_eq!(places(4, 4097), None);
+    assert_eq!(places(4096, 4096), None);
+}
