@@ -320,9 +320,12 @@ impl<'a> PromptWriter<'a> {
     }
 }
 
-/// The engine's only failures are known to come from texts such as tens of millions of spaces, in
-/// which it looks for the end of a word for too long.
+/// In texts such as tens of millions of spaces the engine looks for the end of a word for too long,
+/// and says so; any other failure is none of the request's.
 fn unreadable(reason: String) -> RequestError {
+    if !reason.contains("match limit") {
+        return RequestError::internal(format!("the text cannot be tokenized: {reason}"));
+    }
     let message = format!(
         "the text cannot be cut into words ({reason}); it holds too long a run of white space"
     );

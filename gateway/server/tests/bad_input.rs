@@ -220,6 +220,33 @@ async fn a_refused_body_is_read_to_its_end_behind_the_refusal() {
 }
 
 #[tokio::test]
+async fn a_body_that_had_leave_to_come_is_read_to_its_end_too() {
+    let worker = worker();
+    worker.set_acts(saying("Hi"));
+    let gateway = Gateway::start(&[&worker], &["--max-request-bytes", "1000"]).await;
+    let mut client = connect(&gateway).await;
+    let asking = "POST /tokenize HTTP/1.1\r\nhost: a\r\nexpect: 100-continue\r\n\
+        transfer-encoding: chunked\r\n\r\n";
+    client.write_all(asking.as_bytes()).await.unwrap();
+    let mut leave = [0; b"HTTP/1.1 100 Continue\r\n\r\n".len()];
+    client.read_exact(&mut leave).await.unwrap();
+    assert!(leave.starts_with(b"HTTP/1.1 100 "));
+
+    client.write_all(format!("7d0\r\n{}\r\n", " ".repeat(2000)).as_bytes()).await.unwrap();
+    let refusal = response(&mut client).await;
+    assert!(refusal.starts_with("HTTP/1.1 413 "), "{refusal}");
+    client.write_all(b"1\r\n \r\n0\r\n\r\n").await.unwrap();
+
+    let body = chat_body(json!({})).to_string();
+    client.write_all(head(body.len()).as_bytes()).await.unwrap();
+    client.write_all(body.as_bytes()).await.unwrap();
+    let answer = response(&mut client).await;
+    assert!(answer.starts_with("HTTP/1.1 200 "), "{answer}");
+    drop(client);
+    gateway.assert_idle().await;
+}
+
+#[tokio::test]
 async fn a_broken_body_is_the_clients_mistake_and_told() {
     let worker = worker();
     let gateway = Gateway::start(&[&worker], &[]).await;

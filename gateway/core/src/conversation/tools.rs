@@ -105,7 +105,7 @@ pub(crate) fn choice(body: &Fields, schemas: &[ToolSchema]) -> Result<ToolChoice
                 return allowed(key, &inner, schemas);
             }
             match name_of(&fields)? {
-                Some(name) => named(key, name, schemas).map(ToolChoice::Named),
+                Some(name) => named(key, &name, schemas).map(ToolChoice::Named),
                 None => Err(unknown()),
             }
         }
@@ -121,11 +121,19 @@ fn required(key: &str, schemas: &[ToolSchema]) -> Result<ToolChoice, RequestErro
     Ok(ToolChoice::Required)
 }
 
-fn name_of<'a>(fields: &Fields<'a>) -> Result<Option<&'a str>, RequestError> {
-    match fields.object("function")? {
-        Some(function) => function.string("name"),
-        None => fields.string("name"),
-    }
+/// The name by which the model knows a function, which may be one of a namespace.
+pub(crate) fn spaced_name(space: Option<&str>, name: &str) -> String {
+    space.map_or_else(|| name.to_owned(), |space| format!("{space}.{name}"))
+}
+
+fn name_of(fields: &Fields) -> Result<Option<String>, RequestError> {
+    Ok(match fields.object("function")? {
+        Some(function) => function.string("name")?.map(str::to_owned),
+        None => {
+            let space = fields.string("namespace")?;
+            fields.string("name")?.map(|name| spaced_name(space, name))
+        }
+    })
 }
 
 fn named(key: &str, name: &str, schemas: &[ToolSchema]) -> Result<String, RequestError> {
@@ -141,7 +149,7 @@ fn allowed(key: &str, fields: &Fields, schemas: &[ToolSchema]) -> Result<ToolCho
     for (index, tool) in fields.array("tools")?.unwrap_or(&[]).iter().enumerate() {
         let tool = Fields::of(tool, format!("{}[{index}]", fields.path("tools")))?;
         match name_of(&tool)? {
-            Some(name) => names.push(named(key, name, schemas)?),
+            Some(name) => names.push(named(key, &name, schemas)?),
             None => {
                 let path = tool.path("name");
                 return Err(RequestError::invalid(path.clone(), format!("{path} is missing")));

@@ -1,5 +1,7 @@
 //! Deltas of a reply as events of output items; the whole response is what they add up to.
 
+use std::collections::HashMap;
+
 use crate::openai::{Delta, FinishReason, ToolCallDelta, Usage};
 use serde_json::{Value, json};
 
@@ -18,8 +20,8 @@ pub struct ResponseFolder {
     /// The response but for status, output and usage.
     frame: Value,
     id: String,
-    /// Names that stand before those of some functions.
-    namespaces: Vec<String>,
+    /// Functions of namespaces, by the names under which the model knows them.
+    spaced: HashMap<String, CallName>,
     sequence: u64,
     output: Vec<Value>,
     open: Option<Open>,
@@ -47,6 +49,20 @@ struct CallName {
     name: String,
 }
 
+fn spaced_functions(tools: &Value) -> HashMap<String, CallName> {
+    let list = |value: &Value| value.as_array().cloned().unwrap_or_default();
+    let mut found = HashMap::new();
+    for space in list(tools).iter().filter(|tool| tool["type"] == "namespace") {
+        for tool in &list(&space["tools"]) {
+            if let (Some(space), Some(name)) = (space["name"].as_str(), tool["name"].as_str()) {
+                let called = CallName { namespace: Some(space.to_owned()), name: name.to_owned() };
+                found.insert(super::spaced_name(Some(space), name), called);
+            }
+        }
+    }
+    found
+}
+
 impl ResponseFolder {
     /// At the beginning of the response `id`, made at `created_at` by `model`; `echo` are the
     /// request's parameters.
@@ -58,11 +74,8 @@ impl ResponseFolder {
         if let (Value::Object(frame), Value::Object(echo)) = (&mut frame, echo) {
             frame.extend(echo);
         }
-        let tools = frame["tools"].as_array().map_or(&[][..], Vec::as_slice);
-        let spaces = tools.iter().filter(|tool| tool["type"] == "namespace");
-        let namespaces = spaces.filter_map(|space| space["name"].as_str()).map(str::to_owned);
-        let (namespaces, output, open) = (namespaces.collect(), Vec::new(), None);
-        Self { frame, id: id.to_owned(), namespaces, sequence: 0, output, open }
+        let spaced = spaced_functions(&frame["tools"]);
+        Self { frame, id: id.to_owned(), spaced, sequence: 0, output: Vec::new(), open: None }
     }
 
     /// The first events.
@@ -149,14 +162,7 @@ impl ResponseFolder {
     }
 
     fn call_name(&self, name: String) -> CallName {
-        let inside = |space: &String| name.strip_prefix(space.as_str())?.strip_prefix('.');
-        let found = self.namespaces.iter().find_map(|space| Some((space, inside(space)?)));
-        match found {
-            Some((space, inside)) => {
-                CallName { namespace: Some(space.clone()), name: inside.to_owned() }
-            }
-            None => CallName { namespace: None, name },
-        }
+        self.spaced.get(&name).cloned().unwrap_or(CallName { namespace: None, name })
     }
 
     fn start(&mut self, kind: Kind, events: &mut Vec<Value>) {

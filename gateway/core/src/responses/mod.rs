@@ -6,10 +6,12 @@ mod input;
 
 pub use events::{Ending, ResponseFolder};
 
+use std::collections::HashMap;
+
 use crate::constraint::{ResponseFormat, ToolChoice};
 use crate::conversation::fields::{Fields, excerpt};
 use crate::conversation::generation::read_responses;
-use crate::conversation::tools::{choice, json_schema, schema};
+use crate::conversation::tools::{choice, json_schema, schema, spaced_name};
 use crate::conversation::{Conversation, Limits, Standing, StreamWish};
 use crate::error::RequestError;
 use crate::json::{Json, Object};
@@ -84,7 +86,7 @@ fn refuse_state(body: &Fields) -> Result<(), RequestError> {
 }
 
 fn tools(body: &Fields, limits: &Limits) -> Result<(Vec<Json>, Vec<ToolSchema>), RequestError> {
-    let mut declared = Declared::default();
+    let mut declared = Declared { most: limits.max_tools, ..Declared::default() };
     for (index, item) in body.array("tools")?.unwrap_or(&[]).iter().enumerate() {
         let tool = Fields::of(item, format!("tools[{index}]"))?;
         if tool.string("type")? != Some("namespace") {
@@ -100,17 +102,15 @@ fn tools(body: &Fields, limits: &Limits) -> Result<(Vec<Json>, Vec<ToolSchema>),
             declared.function(&Fields::of(item, path)?, Some(space))?;
         }
     }
-    let (count, most) = (declared.schemas.len(), limits.max_tools);
-    if count > most {
-        let message = format!("tools has {count} functions; at most {most} are allowed");
-        return Err(RequestError::invalid("tools", message));
-    }
     Ok((declared.tools, declared.schemas))
 }
 
 /// The functions of a request.
 #[derive(Default)]
 struct Declared {
+    most: usize,
+    /// Namespaces, by the names under which the model knows their functions.
+    spaces: HashMap<String, Option<String>>,
     tools: Vec<Json>,
     schemas: Vec<ToolSchema>,
 }
@@ -123,8 +123,19 @@ impl Declared {
             let message = format!("{path} is {kind:?}; only function tools are supported");
             return Err(RequestError::invalid(path, message));
         }
+        if self.schemas.len() == self.most {
+            let message = format!("tools has more than {} functions, the limit here", self.most);
+            return Err(RequestError::invalid("tools", message));
+        }
         let mut schema = schema(tool, "parameters")?;
         schema.name = spaced_name(space, &schema.name);
+        let before = self.spaces.insert(schema.name.clone(), space.map(str::to_owned));
+        if before.is_some_and(|before| before.as_deref() != space) {
+            let path = tool.path("name");
+            let message =
+                format!("{path} makes a second function that is called {:?}", schema.name);
+            return Err(RequestError::invalid(path, message));
+        }
         let mut function = Object::new();
         function.insert("name".to_owned(), schema.name.as_str().into());
         if let Some(description) = tool.string("description")? {
@@ -140,11 +151,6 @@ impl Declared {
         self.schemas.push(schema);
         Ok(())
     }
-}
-
-/// The name by which the model knows a function of a namespace.
-fn spaced_name(space: Option<&str>, name: &str) -> String {
-    space.map_or_else(|| name.to_owned(), |space| format!("{space}.{name}"))
 }
 
 fn thinking(body: &Fields) -> Result<Option<ThinkingMode>, RequestError> {

@@ -114,6 +114,41 @@ fn functions_of_a_namespace_are_known_by_both_names_and_called_by_each() {
 }
 
 #[test]
+fn functions_of_namespaces_are_told_apart() {
+    let function = |name: &str| format!(r#"{{"type":"function","name":"{name}"}}"#);
+    let space = |name: &str, inner: &str| {
+        format!(r#"{{"type":"namespace","name":"{name}","tools":[{}]}}"#, function(inner))
+    };
+    // one namespace begins as another does, and so does a plain function
+    let tools = [space("a", "x"), space("a.b", "c"), function("a.y")].join(",");
+    let asked = |choice: &str| task(&format!(r#""input":"Go","tools":[{tools}]{choice}"#));
+    let mut folder = ResponseFolder::new("resp_1", 0, "m", asked("").unwrap().echo);
+    let names = ["a.x", "a.b.c", "a.y"];
+    folder.add((0..3).map(|at| call(at, Some(names[at]), "{}")).collect());
+    let ending = Ending { reason: FinishReason::ToolCalls, usage: Usage::default() };
+    let last = folder.end(&ending).pop().unwrap();
+    let found = [0, 1, 2].map(|at| {
+        let call = &last["response"]["output"][at];
+        (call["namespace"].as_str(), call["name"].as_str().unwrap())
+    });
+    assert_eq!(found, [(Some("a"), "x"), (Some("a.b"), "c"), (None, "a.y")]);
+
+    // one of them can be forced, or alone allowed
+    let one = r#"{"type":"function","namespace":"a.b","name":"c"}"#;
+    let forced = asked(&format!(r#","tool_choice":{one}"#)).unwrap().conversation.tool_choice;
+    assert_eq!(forced, ToolChoice::Named("a.b.c".into()));
+    let allowed = format!(r#","tool_choice":{{"type":"allowed_tools","tools":[{one}]}}"#);
+    let allowed = asked(&allowed).unwrap().conversation.tool_choice;
+    assert_eq!(allowed, ToolChoice::Allowed { names: vec!["a.b.c".into()], required: false });
+
+    // what could not be told apart is refused
+    let double = [space("a", "b.c"), space("a.b", "c")].join(",");
+    let refused =
+        refusal(task(&format!(r#""input":"Go","tools":[{double}]"#)).map(|task| task.conversation));
+    assert_eq!(refused.0, "tools[1].tools[0].name");
+}
+
+#[test]
 fn the_parameters_in_force_are_repeated() {
     let echo = task(r#""input":"Hi","instructions":"x","temperature":0.5"#).unwrap().echo;
     assert_eq!((&echo["instructions"], &echo["temperature"]), (&json!("x"), &json!(0.5)));

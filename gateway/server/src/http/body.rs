@@ -55,12 +55,14 @@ pub(super) async fn read(
     max_bytes: u64,
 ) -> Result<(Bytes, ByteLease), GatewayError> {
     let (head, mut body) = request.into_parts();
+    let mut was_asked_for = false;
     let outcome = match check_coding(&head.headers) {
-        Ok(()) => collect(app, &mut body, max_bytes).await,
+        Ok(()) => collect(app, &mut body, max_bytes, &mut was_asked_for).await,
         Err(error) => Err(error),
     };
-    // who waits for leave to send its body has none, and will send nothing
-    let is_coming = outcome.is_err() && !head.headers.contains_key(header::EXPECT);
+    // who still waits for leave to send its body has none, and will send nothing
+    let waits = head.headers.contains_key(header::EXPECT) && !was_asked_for;
+    let is_coming = outcome.is_err() && !waits;
     if let (true, Some(leftovers)) = (is_coming, head.extensions.get::<Leftovers>()) {
         let _ = leftovers.0.send(Leftover(body, max_bytes));
     }
@@ -82,6 +84,7 @@ async fn collect(
     app: &App,
     body: &mut Body,
     max_bytes: u64,
+    was_asked_for: &mut bool,
 ) -> Result<(Bytes, ByteLease), GatewayError> {
     let announced = body.size_hint().exact().unwrap_or(0);
     if announced > max_bytes {
@@ -91,6 +94,7 @@ async fn collect(
     app.admission.grow(&mut lease, announced)?;
     let mut whole = Bytes::new();
     let mut rest = BytesMut::new();
+    *was_asked_for = true;
     loop {
         let piece = match tokio::time::timeout(MAX_SILENCE, body.frame()).await {
             Err(_) => return Err(too_slow()),
