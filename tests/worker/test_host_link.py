@@ -88,6 +88,7 @@ def test_an_end_that_lives_and_never_reads_is_given_up(ends: tuple[Link, Link]) 
     living.start()
     with ThreadPoolExecutor(1) as pool:
         sending = pool.submit(near.send, Kind.COMMAND, LARGE)
+        assert far._sock.recv(1, socket.MSG_PEEK)  # it is under way
         # nor does the end of all wait behind what is not taken
         with pytest.raises(LinkLostError, match="has taken nothing for 1 s"):
             near.send(Kind.END)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fcntl
 import os
+import resource
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -62,6 +63,17 @@ def test_a_client_that_died_leaves_nothing_to_read() -> None:
     with client() as piece:
         pass
     assert refused(piece).kind is ErrorKind.MEDIA_REJECTED
+
+
+def test_a_worker_without_descriptors_does_not_blame_the_picture() -> None:
+    with client() as piece:
+        soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (3, hard))
+        try:
+            error = refused(piece)
+        finally:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    assert error.kind is ErrorKind.OVERLOADED
 
 
 @pytest.mark.parametrize(("seals", "num_bytes"), [(0, len(CONTENT)), (ALL_SEALS, 5)])

@@ -6,6 +6,7 @@ Whether the worker can read them is tried with the first file that a client show
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import os
 import stat
@@ -38,7 +39,7 @@ def read_piece(piece: pb.SharedPiece, into: memoryview, name: str) -> None:
 
     Raises:
         WorkerError: MEDIA_REJECTED if its file cannot be read, is none of a gateway, has another
-            size, or can still change.
+            size, or can still change; OVERLOADED if this process may open no more files.
     """
     path = f"/proc/{piece.process_id}/fd/{piece.descriptor}"
     try:
@@ -51,7 +52,13 @@ def read_piece(piece: pb.SharedPiece, into: memoryview, name: str) -> None:
         finally:
             os.close(descriptor)
     except OSError as error:
-        raise _rejected(name, f"cannot be read from {path}: {error}") from None
+        if error.errno in (errno.EMFILE, errno.ENFILE):
+            # nothing is wrong with the picture
+            message = f"this worker has no file descriptor left to read {name} with; try again"
+            raise WorkerError(ErrorKind.OVERLOADED, message, name) from None
+        raise _rejected(
+            name, f"cannot be read from its sender's memory: {error.strerror}"
+        ) from None
 
 
 def _copy(descriptor: int, into: memoryview, name: str) -> None:
