@@ -103,5 +103,5 @@ def test_a_refusal_is_shown_as_the_gateway_words_it(gateway: Server) -> None:
 
 def test_a_worker_says_which_setting_is_wrong() -> None:
     done = m3stack("worker", "--max-sequences", "none")
-    assert done.returncode == 1
+    assert done.returncode == 2
     assert "max-sequences" in done.stderr
