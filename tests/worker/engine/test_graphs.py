@@ -73,8 +73,8 @@ def test_replayed_steps_equal_plain_ones(model: M3Model, lengths: list[int]) -> 
     plain = decode(model, lengths, 24, replay=False)
     replayed = decode(model, lengths, 24, replay=True)
     for left, right in zip(plain, replayed, strict=True):
-        # rows of other batch sizes may be summed in another order: some units in the last place of
-        # the greatest logit in each of five layers; inputs of another step would be off by whole logits
+        # rows of other batch sizes may be summed in another order: some units in the last place
+        # of the greatest logit in each layer; another step's inputs would be off by whole logits
         torch.testing.assert_close(left, right, rtol=0, atol=2**-18 * float(left.abs().max()))
 
 
