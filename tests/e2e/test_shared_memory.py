@@ -78,3 +78,5 @@ def test_a_worker_with_other_process_numbers_is_sent_the_same_patches(
         assert ways.pop(way) >= 1
         assert list(ways.values()) == [0]
     assert said[0] == said[1]
+    # the program that gives it other numbers waits for it whatever SIGTERM says
+    far.kill()
