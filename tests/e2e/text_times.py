@@ -47,7 +47,7 @@ def main() -> None:
             reply = client.post("/v1/chat/completions", json=BODY)
             taken.append((time.perf_counter() - begin) * 1e3)
             assert reply.status_code == 200, reply.text
-            time.sleep(PAUSE_S)
+            time.sleep(PAUSE_S)  # one user's pace: without it the measure itself would be the load
     print(json.dumps(taken), flush=True)
 
 

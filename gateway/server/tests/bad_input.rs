@@ -210,12 +210,7 @@ async fn a_refused_body_is_read_to_its_end_behind_the_refusal() {
     assert!(refusal.starts_with("HTTP/1.1 413 "), "{refusal}");
 
     client.write_all(&[b' '; 2000]).await.unwrap();
-    let body = chat_body(json!({})).to_string();
-    client.write_all(head(body.len()).as_bytes()).await.unwrap();
-    client.write_all(body.as_bytes()).await.unwrap();
-    let answer = response(&mut client).await;
-    assert!(answer.starts_with("HTTP/1.1 200 "), "{answer}");
-    drop(client);
+    assert_serves_on(client).await;
     gateway.assert_idle().await;
 }
 
@@ -237,12 +232,7 @@ async fn a_body_that_had_leave_to_come_is_read_to_its_end_too() {
     assert!(refusal.starts_with("HTTP/1.1 413 "), "{refusal}");
     client.write_all(b"1\r\n \r\n0\r\n\r\n").await.unwrap();
 
-    let body = chat_body(json!({})).to_string();
-    client.write_all(head(body.len()).as_bytes()).await.unwrap();
-    client.write_all(body.as_bytes()).await.unwrap();
-    let answer = response(&mut client).await;
-    assert!(answer.starts_with("HTTP/1.1 200 "), "{answer}");
-    drop(client);
+    assert_serves_on(client).await;
     gateway.assert_idle().await;
 }
 
@@ -263,6 +253,15 @@ async fn a_broken_body_is_the_clients_mistake_and_told() {
     let packed = support::read(packed).await;
     assert_eq!((packed.status, packed.message().contains("gzip")), (415, true));
     gateway.assert_idle().await;
+}
+
+/// The connection is whole: its next request is answered.
+async fn assert_serves_on(mut client: tokio::net::TcpStream) {
+    let body = chat_body(json!({})).to_string();
+    client.write_all(head(body.len()).as_bytes()).await.unwrap();
+    client.write_all(body.as_bytes()).await.unwrap();
+    let answer = response(&mut client).await;
+    assert!(answer.starts_with("HTTP/1.1 200 "), "{answer}");
 }
 
 fn head(length: usize) -> String {

@@ -21,7 +21,7 @@ def test_a_stopped_evaluation_leaves_no_server_behind() -> None:
         while len(started := whole.children(recursive=True)) < 3:
             assert evaluation.poll() is None
             assert time.monotonic() < deadline
-            time.sleep(0.05)
+            time.sleep(0.05)  # nothing tells when a process has begun another: look again
     finally:
         evaluation.terminate()
     _, said = evaluation.communicate(timeout=READY_TIMEOUT_S)
