@@ -16,13 +16,15 @@ from m3stack.client import WorkerClient
 from m3stack.prepare import Preparer
 from m3stack.types import Finished, Tokens
 
+QUESTION = "Anna lives in Oslo. Ben has a red cup. Tom works in the library. Where does Anna live?"
+
 
 def main() -> int:
     address = sys.argv[1] if len(sys.argv) > 1 else "127.0.0.1:50051"
     preparer = Preparer(builtin_checkpoint("tiny"))
     request, fingerprint = preparer.chat(
         {
-            "messages": [{"role": "user", "content": "Tell me about pages."}],
+            "messages": [{"role": "user", "content": QUESTION}],
             "max_tokens": 32,
             "temperature": 0,
             "thinking": {"type": "disabled"},

@@ -38,7 +38,9 @@ def test_preparing_alone_shows_the_prompt() -> None:
 
 def test_a_worker_answers_directly(worker: Server, gateway: Server) -> None:
     # the fixture `gateway` has waited for the worker to be ready
-    assert "finished: " in run(str(EXAMPLES / "direct.py"), worker.address)
+    said = run(str(EXAMPLES / "direct.py"), worker.address)
+    assert "finished: " in said
+    assert "Anna lives in Oslo." in said
 
 
 def test_both_doors_give_the_same_tokens(worker: Server, gateway: Server, tmp_path: Path) -> None:
