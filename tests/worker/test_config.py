@@ -8,12 +8,10 @@ import sys
 from pathlib import Path
 
 import pytest
-import torch
 
 from m3stack.config import SHARED_NAMES, WorkerConfig, resolve, setting_specs
 from m3stack.errors import StartupError
 from m3stack.flags import FLAGS, load_config
-from m3stack.gpu_steps import overlaps_steps
 
 
 def write(tmp_path: Path, text: str) -> Path:
@@ -224,21 +222,3 @@ def test_command_line_reads_file_flags_and_environment(
     ):
         with pytest.raises(StartupError, match=told):
             load_config(["--set", text])
-
-
-@pytest.mark.parametrize(
-    ("given", "ranks", "device", "is_ahead"),
-    [
-        ("on", 2, "cpu", True),
-        ("off", 1, "cuda", False),
-        ("auto", 1, "cuda", True),
-        # no GPUs have run it
-        ("auto", 2, "cuda", False),
-        ("auto", 1, "cpu", False),
-    ],
-)
-def test_steps_are_queued_ahead_on_demand_and_by_one_gpu(
-    given: str, ranks: int, device: str, is_ahead: bool
-) -> None:
-    config = resolve(flags={"step_overlap": given, "tensor_parallel": ranks}, environ={})
-    assert overlaps_steps(config, torch.device(device)) is is_ahead

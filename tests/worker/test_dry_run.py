@@ -6,13 +6,13 @@ import pytest
 import torch
 
 from m3stack import gpu_steps
-from m3stack.assemble import scheduler_limits
 from m3stack.cache.pool import PageShape
 from m3stack.checkpoints import builtin_checkpoint
 from m3stack.config import WorkerConfig
 from m3stack.dry_run import STAND_IN_PAGES, largest_encode, largest_step, run_largest_step
 from m3stack.models.minimax_m3.model import M3Model
 from m3stack.parallel import ALONE
+from m3stack.step_limits import scheduler_limits
 from tests.worker.support import load, make_cache
 
 
@@ -63,7 +63,7 @@ def test_pages_leave_room_on_the_rank_that_has_the_least(
     model: M3Model, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config = WorkerConfig(model_path=str(builtin_checkpoint("tiny")), device="cpu")
-    limits = scheduler_limits(config, torch.device("cpu"))
+    limits = scheduler_limits(config, "cpu")
     monkeypatch.setattr(gpu_steps, "free_bytes", lambda device: 10 << 30)
     told: list[int] = []
 

@@ -26,6 +26,7 @@ from m3stack.memory_plan import (
 from m3stack.models.minimax_m3.config import M3Config
 from m3stack.models.minimax_m3.model import M3Model
 from m3stack.models.minimax_m3.quantization import WeightFormat
+from m3stack.step_limits import GPU_GRAPH_BYTES
 from tests.worker.models.minimax_m3.random_checkpoint import quantisable_config
 from tests.worker.models.minimax_m3.released import MXFP8_GIB, NUM_PARAMETERS, released_config
 
@@ -123,6 +124,15 @@ def test_planned_pages_are_the_pool_s_own(kv: KvFormat, kv_dtype: torch.dtype | 
     assert shape.bytes_per_page == 128 * kv_bytes_per_token(RELEASED, kv, 1)
 
 
+def test_what_is_kept_from_pages_is_what_a_worker_keeps() -> None:
+    work = dict(plan().work_bytes)
+    # a grown step: four streams of 6144, q, k and v in the width of 8 heads each, and for each of
+    # four chosen experts an eighth of three inner widths and a result in fp32
+    each_token = 4 * 6144 * 2 + 3 * 8 * 128 * 2 + 4 * (3 * 3072 // 8 * 2 + 6144 * 4)
+    assert work["activations"] == 16_384 * each_token
+    assert work["recorded steps"] == GPU_GRAPH_BYTES
+
+
 def test_a_million_tokens_fit_on_eight_h200_and_not_on_eight_h100() -> None:
     on_h200 = plan(context_tokens=MILLION, concurrency=1)
     assert on_h200.fits
@@ -160,7 +170,7 @@ def test_the_table_says_what_does_not_fit_and_what_would() -> None:
     assert "fits: up to 14 requests of 131072 tokens, or 8 of " in good
     bad = plan(gpu_bytes=H100)
     shown = table(bad)
-    assert "does not fit: 23.78 GiB short on every GPU" in shown
+    assert "does not fit: 27.02 GiB short on every GPU" in shown
     assert f"with this context: {bad.largest_concurrency} requests at once" in shown
     assert f"with this concurrency: {bad.largest_context_tokens} tokens each" in shown
     hopeless = plan(gpus=1)

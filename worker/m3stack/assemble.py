@@ -22,6 +22,7 @@ from m3stack.engine.constraints import ConstraintBook
 from m3stack.engine.encoder import Encoder, FeatureBook, FollowerBook
 from m3stack.engine.engine import EngineParts, EngineSettings
 from m3stack.engine.grammar import GrammarCompiler, Vocabulary
+from m3stack.engine.graphs import DecodeGraphs
 from m3stack.engine.inputs import InputBuilder
 from m3stack.engine.leader import AheadLeader, FollowerRunner, GroupPeers
 from m3stack.engine.runner import NO_PEERS, AheadRunner, Forward, ModelRunner, Peers, Runner
@@ -33,7 +34,6 @@ from m3stack.gpu_steps import (
     bytes_scarcest,
     device_counts,
     forward_of,
-    overlaps_steps,
     pace_of,
     run_ahead,
 )
@@ -53,13 +53,10 @@ from m3stack.pools import (
 )
 from m3stack.rank_model import Progress, load_rank, place_of
 from m3stack.rpc.checks import ModelLimits
+from m3stack.step_limits import overlaps_steps, scheduler_limits
 from m3stack.telemetry import WorkerMetrics
 
 _log = logging.getLogger(__name__)
-
-CPU_BATCH_TOKENS, GPU_BATCH_TOKENS = 512, 8192
-# beside decode, a step of that share of the tokens of a whole one
-GPU_MIXED_SHARE = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,7 +128,7 @@ def build_follower(
     model = load_rank(config, model_config, hardware, mesh=mesh)
     word = LeadersWord(joined.control)
     word.await_all()
-    limits = scheduler_limits(config, hardware.device)
+    limits = scheduler_limits(config, hardware.device.type)
     run_ahead(config, model, limits, mesh=mesh, agree=word.goes_on)
     bytes_scarcest(config, model, limits, mesh=mesh, least=word.least)
     setup = receive_setup()
@@ -141,9 +138,8 @@ def build_follower(
     book = FollowerBook()
     encoder = _encoder(model, book, hardware.device)
     peers = GroupPeers(joined.control)
-    runner = _runner(
-        model, pool, host_pool, encoder, forward=model.forward, sampler=None, peers=peers
-    )
+    forward = forward_of(config, model, pool, agree=word.most)
+    runner = _runner(model, pool, host_pool, encoder, forward=forward, sampler=None, peers=peers)
     rank = place_of(config, mesh.rank)
     own = RankParts(pool, encoder, rank, hardware.device)
     port = follower_port(model_config, own, mesh, book)
@@ -163,7 +159,7 @@ def _assemble_leader(config: WorkerConfig, ground: Ground, around: Surroundings)
     model_config, hardware, group = ground.model_config, ground.hardware, ground.group
     mesh = ALONE if group is None else ProcessMesh(group.joined.tensors)
     model = load_rank(config, model_config, hardware, mesh=mesh, progress=around.progress)
-    limits = scheduler_limits(config, hardware.device)
+    limits = scheduler_limits(config, hardware.device.type)
     reserved = _run_first_steps(config, model, limits, mesh=mesh, ground=ground, around=around)
     pool = build_pool(config, model_config, hardware, reserved_bytes=reserved)
     check_hot_pages(config, model_config, pool, limits)
@@ -191,7 +187,10 @@ def _assemble_leader(config: WorkerConfig, ground: Ground, around: Surroundings)
     constraints = ConstraintBook(GrammarCompiler(vocabulary))
     sampler = Sampler(model_config.vocab_size, hardware.device, constraints)
     peers = NO_PEERS if group is None else GroupPeers(group.joined.control)
-    forward = forward_of(config, model, pool, hardware.device, is_alone=mesh.size == 1)
+    agree = None if group is None else LeadersWord(group.joined.control).most
+    forward = forward_of(config, model, pool, agree=agree)
+    if group is not None and isinstance(forward, DecodeGraphs):
+        group.release_first(forward.release)
     around.metrics.watch_device(device_counts(model, pool, forward))
     whole = _runner(model, pool, host_pool, encoder, forward=forward, sampler=sampler, peers=peers)
     runner: AheadRunner = whole
@@ -206,7 +205,7 @@ def _assemble_leader(config: WorkerConfig, ground: Ground, around: Surroundings)
         runner=runner,
         media=around.media,
         metrics=around.metrics,
-        ahead=runner if overlaps_steps(config, hardware.device) else None,
+        ahead=runner if overlaps_steps(config, hardware.device.type) else None,
     )
     settings = EngineSettings(
         page_tokens=model_config.block_tokens,
@@ -297,20 +296,4 @@ def _runner(
         sampler=sampler,
         copy_page=host_pool.copy if host_pool is not None else None,
         peers=peers,
-    )
-
-
-def scheduler_limits(config: WorkerConfig, device: torch.device) -> SchedulerLimits:
-    """Bounds of a step."""
-    is_cpu = device.type == "cpu"
-    automatic = CPU_BATCH_TOKENS if is_cpu else GPU_BATCH_TOKENS
-    batch = config.max_batch_tokens or max(automatic, 2 * config.max_sequences)
-    mixed = batch if is_cpu else max(batch // GPU_MIXED_SHARE, 2 * config.max_sequences)
-    return SchedulerLimits(
-        max_batch_tokens=batch,
-        max_sequences=config.max_sequences,
-        max_encode_patches=config.max_encode_patches,
-        max_mixed_tokens=config.max_mixed_tokens or mixed,
-        growth_prefix_tokens=config.chunk_growth_prefix_tokens,
-        max_running_per_tenant=config.max_sequences_per_tenant,
     )

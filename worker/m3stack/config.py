@@ -209,13 +209,12 @@ class WorkerConfig:
     )
     step_overlap: str = _setting(
         "auto",
-        "on: a step is queued before the last one has ended; off; auto: on a GPU, with one rank",
+        "on: a step is queued before the last one has ended; off; auto: on a GPU",
         one_of(("auto", "on", "off")),
     )
     decode_graph_bytes: int = _setting(
         -1,
-        "GPU memory that recorded decode steps (CUDA graphs) may take; -1: 2 GiB on a GPU with one "
-        "rank; 0: none",
+        "memory of every GPU that recorded decode steps (CUDA graphs) may take; -1: 2 GiB; 0: none",
         at_least(-1),
     )
     first_steps_s: float = _setting(

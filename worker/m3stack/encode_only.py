@@ -11,12 +11,7 @@ from pathlib import Path
 
 import torch
 
-from m3stack.assemble import (
-    Assembly,
-    Surroundings,
-    model_limits,
-    scheduler_limits,
-)
+from m3stack.assemble import Assembly, Surroundings, model_limits
 from m3stack.cache.pages import PageAllocator
 from m3stack.cache.pool import KvPool, PageShape
 from m3stack.cache.prefix import PrefixCache
@@ -36,6 +31,7 @@ from m3stack.models.minimax_m3.config import M3Config
 from m3stack.models.minimax_m3.vision_only import load_vision
 from m3stack.pools import context_limit
 from m3stack.rank_model import choose_kernels, place_of, use_threads
+from m3stack.step_limits import scheduler_limits
 
 _log = logging.getLogger(__name__)
 
@@ -84,7 +80,7 @@ def assemble_encoder(
         sampler=Sampler(model_config.vocab_size, device, constraints),
     )
     parts = EngineParts(
-        scheduler=Scheduler(scheduler_limits(config, device), pages, around.media),
+        scheduler=Scheduler(scheduler_limits(config, device.type), pages, around.media),
         pages=pages,
         runner=runner,
         media=around.media,

@@ -15,7 +15,7 @@ from m3stack.config import WorkerConfig
 from m3stack.device_metrics import DeviceCounts
 from m3stack.dry_run import run_largest_step
 from m3stack.engine.budget import SchedulerLimits
-from m3stack.engine.graphs import CudaRecorder, DecodeGraphs
+from m3stack.engine.graphs import Agree, CudaRecorder, DecodeGraphs
 from m3stack.engine.pace import Pace, PaceLimits
 from m3stack.engine.runner import Forward
 from m3stack.errors import LoadingStoppedError, StartupError
@@ -24,13 +24,13 @@ from m3stack.hardware import Hardware
 from m3stack.models.minimax_m3.model import M3Model
 from m3stack.parallel import ALONE, Mesh
 from m3stack.pools import context_limit, free_bytes, page_shape
+from m3stack.step_limits import graph_bytes
 
 if TYPE_CHECKING:
     from m3stack.kernels.msa.prefill.with_cuda import CudaPrefill
 
 _log = logging.getLogger(__name__)
 
-GPU_GRAPH_BYTES = 2 << 30
 GPU_SLOWDOWN = 2.1
 GPU_FIRST_STEPS_S = 120.0
 
@@ -41,13 +41,6 @@ def pace_of(config: WorkerConfig, device: torch.device) -> Pace | None:
     if slowdown < 0:
         slowdown = GPU_SLOWDOWN if device.type == "cuda" else 0.0
     return Pace(PaceLimits(slowdown)) if slowdown else None
-
-
-def overlaps_steps(config: WorkerConfig, device: torch.device) -> bool:
-    """Whether a step is queued before the one before it has ended."""
-    if config.step_overlap == "auto":
-        return device.type == "cuda" and config.tensor_parallel == 1
-    return config.step_overlap == "on"
 
 
 def device_counts(model: M3Model, pool: KvPool, forward: Forward) -> Callable[[], DeviceCounts]:
@@ -103,7 +96,7 @@ def bytes_of_steps(
     if device.type != "cuda" or config.num_pages:
         return 0
     context = context_limit(config, model.config)
-    num_tokens = min(limits.most_tokens, context)
+    num_tokens = min(limits.most_tokens_within(context), context)
     shape = page_shape(config, model.config, Hardware(device, model.embedding.dtype), mesh.rank)
     try:
         step = run_largest_step(
@@ -118,7 +111,7 @@ def bytes_of_steps(
             f"a step of {num_tokens} tokens at the end of {context} does not fit beside the "
             f"weights: {error}; lower max_batch_tokens or max_context_tokens"
         ) from error
-    recorded = _graph_bytes(config) if mesh.size == 1 else 0
+    recorded = graph_bytes(config, device.type)
     return step + recorded + _copies_of_many(shape, context)
 
 
@@ -178,10 +171,11 @@ def run_ahead(
         budget_s = GPU_FIRST_STEPS_S if device.type == "cuda" else 0.0
     if not budget_s:
         return
+    context = context_limit(config, model.config)
     wanted = sizes(
-        max_tokens=limits.most_tokens,
+        max_tokens=limits.most_tokens_within(context),
         max_sequences=limits.max_sequences,
-        context_tokens=context_limit(config, model.config),
+        context_tokens=context,
     )
     shape = page_shape(config, model.config, Hardware(device, model.embedding.dtype), mesh.rank)
     bounds = Bounds(budget_s, check, agree)
@@ -204,16 +198,17 @@ def run_ahead(
         torch.cuda.empty_cache()
 
 
-def _graph_bytes(config: WorkerConfig) -> int:
-    return GPU_GRAPH_BYTES if config.decode_graph_bytes < 0 else config.decode_graph_bytes
-
-
 def forward_of(
-    config: WorkerConfig, model: M3Model, pool: KvPool, device: torch.device, *, is_alone: bool
+    config: WorkerConfig, model: M3Model, pool: KvPool, *, agree: Agree | None = None
 ) -> Forward:
-    """The model's forward, its decode steps recorded where that is possible and wanted."""
-    budget = _graph_bytes(config)
-    if device.type != "cuda" or not is_alone or not budget:
+    """The model's forward, its decode steps recorded where that is possible and wanted.
+
+    Args:
+        agree: of several ranks, each of which calls this; see `DecodeGraphs`.
+    """
+    device = model.embedding.device
+    budget = graph_bytes(config, device.type)
+    if not budget:
         return model.forward
     return DecodeGraphs(
         model.forward,
@@ -222,4 +217,5 @@ def forward_of(
         page_tokens=model.config.block_tokens,
         max_sequences=config.max_sequences,
         budget_bytes=budget,
+        agree=agree,
     )

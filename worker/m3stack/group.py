@@ -51,6 +51,10 @@ def _nothing(error: RankLostError | None = None) -> None:
     pass
 
 
+def _nothing_held() -> None:
+    pass
+
+
 class RankGroup:
     """The leader's side. Everything but `tell_losses_to` is called from one thread at a time.
 
@@ -82,6 +86,7 @@ class RankGroup:
         self._noticing = threading.Lock()
         self._telling = threading.Lock()
         self._on_loss = on_loss
+        self._release = _nothing_held
         self._told: RankLostError | None = None
         self._joined: Joined | None = None
         self._local: LocalRanks | None = None
@@ -143,6 +148,16 @@ class RankGroup:
         if told is not None:
             on_loss(told)
 
+    def release_first(self, release: Callable[[], None]) -> None:
+        """Has something given back before collectives are broken off.
+
+        Recorded steps hold NCCL's communicator, which is not closed while there is one of them.
+
+        Args:
+            release: called from any thread, perhaps more than once, also in the middle of a step.
+        """
+        self._release = release
+
     def stop(self, reason: str = "") -> None:
         """Ends the followers; those that do not go are killed.
 
@@ -155,6 +170,7 @@ class RankGroup:
         # after a loss the others hang in a collective, and would not go
         if self._local is not None:
             self._local.stop(GOODBYE_S if self.noticed is None else 0.0)
+        self._release()
         if self._joined is not None:
             # an orderly end would wait for ranks that are gone
             break_off(self._joined)
@@ -188,7 +204,11 @@ class RankGroup:
         with self._telling:
             self._told, on_loss = lost, self._on_loss
         on_loss(lost)
-        break_off(self.joined)
+        # it ends the step under way first, then waits until recorded steps are gone
+        threading.Thread(
+            target=break_off, args=(self.joined,), name="m3stack-break-off", daemon=True
+        ).start()
+        self._release()
         if not self._stopped.wait(OUTLIVE_S):
             _log.critical("rank_lost what=the worker hangs, and is ended")
             os._exit(EXIT_FAILED)

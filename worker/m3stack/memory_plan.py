@@ -13,19 +13,20 @@ from enum import Enum
 from importlib import resources
 from typing import TypeVar
 
+import torch
+
+from m3stack.cache.pool import PageShape
+from m3stack.config import WorkerConfig
 from m3stack.errors import StartupError
 from m3stack.models.minimax_m3.config import M3Config
 from m3stack.models.minimax_m3.quantization import MXFP8_GROUP, NVFP4_GROUP, WeightFormat
 from m3stack.models.minimax_m3.ranks import Rank
 from m3stack.models.minimax_m3.slices import Slice, rank_slices
+from m3stack.step_limits import graph_bytes, scheduler_limits
 
 GIB = 1 << 30
-MAX_BATCH_TOKENS = 8192
-"""Of a step on a GPU, unless the worker is told otherwise."""
-MAX_ENCODE_PATCHES = 16384
-MEDIA_CACHE_BYTES = 1 << 30
 LIBRARY_BYTES = 5 << 29
-"""CUDA context, NCCL, library workspaces and captured graphs: 2.5 GiB, a margin, not a count."""
+"""CUDA context, NCCL and library workspaces: 2.5 GiB, a margin, not a count."""
 LARGER_NUMBERS = (1, 2, 4, 8, 16)
 
 Kind = TypeVar("Kind", bound=Enum)
@@ -41,8 +42,10 @@ class KvFormat(Enum):
     """Everything in fp8, which the worker does not offer; published pool sizes know it."""
 
     @property
-    def value_bytes(self) -> tuple[int, int, int]:
-        return {"bf16": (2, 2, 2), "fp8": (1, 2, 2), "fp8-all": (1, 1, 1)}[self.value]
+    def dtypes(self) -> tuple[torch.dtype, torch.dtype | None]:
+        """Of a page, and of keys and values on sparse layers where that is another."""
+        plain, fp8 = torch.bfloat16, torch.float8_e4m3fn
+        return {"bf16": (plain, None), "fp8": (plain, fp8), "fp8-all": (fp8, None)}[self.value]
 
 
 @dataclass(frozen=True, slots=True)
@@ -196,13 +199,18 @@ def kv_bytes_per_token(
     config: M3Config, kv: KvFormat, gpus: int, *, shard_index_keys: bool = False
 ) -> int:
     """Bytes of cache of one token on each GPU; the one index key stands on all of them, or once."""
-    sparse_bytes, dense_bytes, index_bytes = kv.value_bytes
-    heads = max(1, config.num_kv_heads // gpus)
-    num_sparse = sum(config.sparse_layers)
-    all_bytes = num_sparse * sparse_bytes + (config.num_layers - num_sparse) * dense_bytes
-    keys_and_values = 2 * heads * config.head_dim * all_bytes
-    index_keys = num_sparse * config.index_dim * index_bytes
-    return keys_and_values + (-(-index_keys // gpus) if shard_index_keys else index_keys)
+    dtype, kv_dtype = kv.dtypes
+    shape = PageShape(
+        sparse_layers=config.sparse_layers,
+        num_kv_heads=config.per_rank(gpus).num_kv_heads,
+        head_dim=config.head_dim,
+        index_dim=config.index_dim,
+        page_tokens=config.block_tokens,
+        dtype=dtype,
+        kv_dtype=kv_dtype,
+        index_ranks=gpus if shard_index_keys else 1,
+    )
+    return shape.bytes_per_page // shape.page_tokens
 
 
 def table(plan: MemoryPlan) -> str:
@@ -271,22 +279,25 @@ def _slice_bytes(item: Slice, weights: WeightFormat) -> int:
 
 
 def _work(config: M3Config, gpus: int, concurrency: int) -> Iterator[tuple[str, int]]:
-    """What a step needs, at its largest, in bf16 unless said otherwise."""
-    tokens, width, vision = MAX_BATCH_TOKENS, config.hidden_size, config.vision
-    heads = config.num_heads * config.head_dim // gpus
+    """What a worker that is told nothing keeps from pages, in bf16 unless said otherwise."""
+    settings, own = WorkerConfig(), config.per_rank(gpus)
+    limits = scheduler_limits(settings, "cuda")
+    tokens = limits.most_tokens_within(config.max_position_embeddings)
+    width, vision = config.hidden_size, config.vision
     # the stream, its norm, and one layer's input and output
     stream = 4 * tokens * width * 2
-    attention = tokens * 3 * heads * 2
-    dense = tokens * 3 * config.dense_size // gpus * 2
+    attention = tokens * 3 * own.num_heads * config.head_dim * 2
+    dense = tokens * 3 * own.dense_size * 2
     # gate, up and their product a chosen expert, and its fp32 result
     pairs = tokens * config.num_experts_per_token
-    experts = pairs * (3 * config.expert_size // gpus * 2 + width * 4)
+    experts = pairs * (3 * own.expert_size * 2 + width * 4)
     yield "activations", stream + attention + max(dense, experts)
     yield "logits", 2 * concurrency * config.vocab_size * 4
     inner = max(4 * vision.hidden_size, vision.intermediate_size)
     projected = 2 * max(width, vision.projector_hidden_size)
-    patches = MAX_ENCODE_PATCHES * (3 * vision.hidden_size + inner + projected) * 2
-    yield "pictures and clips", patches + MEDIA_CACHE_BYTES
+    patches = limits.max_encode_patches * (3 * vision.hidden_size + inner + projected) * 2
+    yield "pictures and clips", patches + settings.vision_cache_bytes
+    yield "recorded steps", graph_bytes(settings, "cuda")
     yield "CUDA and libraries", LIBRARY_BYTES
 
 

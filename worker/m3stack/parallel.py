@@ -62,7 +62,7 @@ ALONE = Alone()
 
 
 class LeadersWord:
-    """What rank 0 decides, on every rank.
+    """What rank 0 decides, and what all ranks have in common, on every rank.
 
     Args:
         group: of all ranks, over gloo.
@@ -94,6 +94,20 @@ class LeadersWord:
         number_1 = torch.tensor([own])
         dist.all_reduce(number_1, op=dist.ReduceOp.MIN, group=self._group)
         return int(number_1.item())
+
+    def most(self, own: int | None) -> int | None:
+        """The largest of all ranks' numbers, on every rank; None if one of them has none.
+
+        Args:
+            own: not negative.
+
+        Raises:
+            RuntimeError: one of them is gone.
+        """
+        least_2 = torch.tensor([own is not None, -(own or 0)], dtype=torch.int64)
+        dist.all_reduce(least_2, op=dist.ReduceOp.MIN, group=self._group)
+        all_have_one, most = least_2.tolist()
+        return -most if all_have_one else None
 
 
 class ProcessMesh:

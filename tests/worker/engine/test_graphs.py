@@ -10,25 +10,18 @@ from torch import Tensor
 
 from m3stack.batch import DeviceBatch, LayerCache
 from m3stack.checkpoints import builtin_checkpoint
-from m3stack.engine.graphs import SHORT_TOKENS, USES_BEFORE_RECORDING, DecodeGraphs
+from m3stack.engine.graphs import (
+    SHORT_TOKENS,
+    USES_BEFORE_RECORDING,
+    Agree,
+    DecodeGraphs,
+    Recorder,
+)
 from m3stack.models.minimax_m3.model import M3Model
+from tests.worker.engine.recorders import Again, AgainRecorder, RefusingRecorder
 from tests.worker.support import PagedRunner, Track, load
 
 VOCAB_ENOUGH = 300
-
-
-class Again:
-    """Stands in for a recording on a CPU: the same inputs, computed again, into one output."""
-
-    num_bytes = 100
-
-    def __init__(self, run: Callable[[], Tensor]) -> None:
-        self._run = run
-        self._output = run()
-
-    def replay(self) -> Tensor:
-        self._output.copy_(self._run())
-        return self._output
 
 
 @pytest.fixture(scope="module")
@@ -40,7 +33,7 @@ def graphs(model: M3Model, caches: LayerCache, *, budget: int = 1 << 20) -> Deco
     return DecodeGraphs(
         model,
         caches,
-        record=Again,
+        record=AgainRecorder(),
         page_tokens=model.config.block_tokens,
         max_sequences=5,
         budget_bytes=budget,
@@ -103,25 +96,18 @@ def test_no_recording_is_begun_past_the_bound(model: M3Model) -> None:
     assert forward.num_replays == USES_BEFORE_RECORDING + 1
 
 
-def test_a_step_that_cannot_be_recorded_goes_on_as_it_is(
-    model: M3Model, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_step_that_cannot_be_recorded_goes_on_as_it_is(model: M3Model) -> None:
     runner = PagedRunner(model)
-    attempts = []
-
-    def fails(run: Callable[[], Tensor]) -> Again:
-        attempts.append(run)
-        raise RuntimeError("cannot be recorded")
-
+    recorder = RefusingRecorder()
     forward = DecodeGraphs(
-        model, runner.cache, record=fails, page_tokens=128, max_sequences=4, budget_bytes=1
+        model, runner.cache, record=recorder, page_tokens=128, max_sequences=4, budget_bytes=1
     )
     track = Track()
     with torch.inference_mode():
         for _ in range(3 * USES_BEFORE_RECORDING):
             logits = forward(runner.batch([(track, [4])]), runner.cache)
     assert logits.isfinite().all()
-    assert len(attempts) == 1
+    assert recorder.attempts == 1
 
 
 def test_lengths_have_recordings_of_their_own(model: M3Model) -> None:
@@ -154,29 +140,111 @@ def test_what_is_recorded_has_rows_nobody_has_seen(model: M3Model) -> None:
     seen: list[int] = []
     kept = []
 
-    class Twice:
-        """Runs twice, as a recorder that warms up does."""
-
-        num_bytes = 1
-
-        def __init__(self, run: Callable[[], Tensor]) -> None:
-            run()
-            self._output = run()
-
-        def replay(self) -> Tensor:
-            return self._output
-
     def forward(batch: DeviceBatch, caches: LayerCache) -> Tensor:
         kept.append(batch.rows)
         seen.append(id(batch.rows))
         return model(batch, caches)
 
     replayed = DecodeGraphs(
-        forward, runner.cache, record=Twice, page_tokens=128, max_sequences=4, budget_bytes=9
+        forward,
+        runner.cache,
+        record=AgainRecorder(),
+        page_tokens=128,
+        max_sequences=4,
+        budget_bytes=9,
     )
     track = Track()
     with torch.inference_mode():
         for _ in range(USES_BEFORE_RECORDING):
             replayed(runner.batch([(track, [4])]), runner.cache)
-    assert len(seen) == USES_BEFORE_RECORDING + 1
+    # those before it, the warming up, the recording, and the replay of this stand-in
+    assert len(seen) == USES_BEFORE_RECORDING + 2
     assert len(set(seen)) == len(seen)
+
+
+def of_ranks(model: M3Model, caches: LayerCache, recorder: Recorder, agree: Agree) -> DecodeGraphs:
+    return DecodeGraphs(
+        model,
+        caches,
+        record=recorder,
+        page_tokens=model.config.block_tokens,
+        max_sequences=4,
+        budget_bytes=250,
+        agree=agree,
+    )
+
+
+def test_ranks_count_what_a_recording_takes_on_the_fullest(model: M3Model) -> None:
+    runner, recorder = PagedRunner(model), AgainRecorder()
+    told: list[int | None] = []
+
+    def agree(own: int | None) -> int | None:
+        told.append(own)
+        return 200
+
+    forward = of_ranks(model, runner.cache, recorder, agree)
+    tracks = [Track() for _ in range(4)]
+    with torch.inference_mode():
+        for count in (1, 2, 3, 4):
+            for _ in range(2 * USES_BEFORE_RECORDING):
+                forward(runner.batch([(track, [4]) for track in tracks[:count]]), runner.cache)
+    # three rows take the recording of four; a third kind would be past the bound
+    assert told == [Again.num_bytes] * 2
+    assert forward.num_bytes == 400
+    assert forward.num_recordings == 2
+
+
+def test_a_recording_that_another_rank_lacks_is_given_back(model: M3Model) -> None:
+    runner, recorder = PagedRunner(model), AgainRecorder()
+    forward = of_ranks(model, runner.cache, recorder, lambda own: None)
+    track = Track()
+    with torch.inference_mode():
+        for _ in range(3 * USES_BEFORE_RECORDING):
+            forward(runner.batch([(track, [4])]), runner.cache)
+    assert [made.is_released for made in recorder.made] == [True]
+    assert forward.num_replays == forward.num_bytes == 0
+
+
+class _FailsToWarmUp(AgainRecorder):
+    def warm_up(self, run: Callable[[], Tensor]) -> None:
+        raise ValueError("half way through a collective")
+
+
+def _is_gone(own: int | None) -> int | None:
+    raise RuntimeError("a rank is gone")
+
+
+@pytest.mark.parametrize(
+    ("recorder", "agree", "message"),
+    [(_FailsToWarmUp(), lambda own: own, "half way"), (AgainRecorder(), _is_gone, "gone")],
+)
+def test_a_rank_out_of_step_does_not_go_on(
+    model: M3Model, recorder: AgainRecorder, agree: Agree, message: str
+) -> None:
+    runner = PagedRunner(model)
+    forward = of_ranks(model, runner.cache, recorder, agree)
+    track = Track()
+    with torch.inference_mode():
+        for _ in range(USES_BEFORE_RECORDING - 1):
+            forward(runner.batch([(track, [4])]), runner.cache)
+        with pytest.raises((RuntimeError, ValueError), match=message):
+            forward(runner.batch([(track, [4])]), runner.cache)
+
+
+def test_released_recordings_are_neither_replayed_nor_made_anew(model: M3Model) -> None:
+    runner, recorder = PagedRunner(model), AgainRecorder()
+    forward = of_ranks(model, runner.cache, recorder, lambda own: own)
+    tracks = [Track(), Track()]
+    with torch.inference_mode():
+        for _ in range(2 * USES_BEFORE_RECORDING):
+            forward(runner.batch([(tracks[0], [4])]), runner.cache)
+        replays = forward.num_replays
+        forward.release()
+        forward.release()
+        for count in (1, 2):
+            for _ in range(2 * USES_BEFORE_RECORDING):
+                parts = [(track, [4]) for track in tracks[:count]]
+                assert forward(runner.batch(parts), runner.cache).isfinite().all()
+    assert forward.num_replays == replays > 0
+    assert [made.is_released for made in recorder.made] == [True]
+    assert forward.num_recordings == 0

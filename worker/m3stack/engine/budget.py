@@ -49,6 +49,10 @@ class SchedulerLimits:
         """Of any step."""
         return self.max_batch_tokens * (self.max_growth if self.growth_prefix_tokens else 1)
 
+    def most_tokens_within(self, context_tokens: int) -> int:
+        """Of any step while no sequence is longer than a context."""
+        return self.step_tokens(num_decoding=0, prefix_tokens=context_tokens - 1)
+
     def step_tokens(self, *, num_decoding: int, prefix_tokens: int) -> int:
         """Most tokens of a step.
 

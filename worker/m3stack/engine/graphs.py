@@ -2,11 +2,15 @@
 
 A recorded step reads its inputs from tensors of its own. A batch is copied there, and filled up to
 the recorded size with rows that see nothing and write nothing.
+
+Ranks that share a model get the same batches in the same order, so that they begin the same
+recordings at the same steps. Each is kept by all of them or by none.
 """
 
 from __future__ import annotations
 
 import logging
+import threading
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Protocol
@@ -41,9 +45,25 @@ class Recording(Protocol):
         """Runs it; the result is good until the next replay of any recording."""
         ...
 
+    def release(self) -> None:
+        """Gives back what it holds, once a replay under way has ended; it is not run again."""
+        ...
 
-Record = Callable[[Callable[[], Tensor]], Recording]
-"""Runs a function of device tensors once or more, and keeps what it queued."""
+
+class Recorder(Protocol):
+    """Makes recordings of functions of device tensors."""
+
+    def warm_up(self, run: Callable[[], Tensor]) -> None:
+        """Runs it, so that what is made at first use is there."""
+        ...
+
+    def record(self, run: Callable[[], Tensor]) -> Recording:
+        """Keeps what it queues; collectives in it may be queued and not run."""
+        ...
+
+
+Agree = Callable[[int | None], int | None]
+"""The most bytes that a recording takes on any rank; None if one of them has none."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,6 +125,11 @@ class DecodeGraphs:
         page_tokens: tokens B of a page.
         max_sequences: rows of the largest batch worth recording.
         budget_bytes: device memory of all recordings; at the bound no more are made.
+        agree: tells all ranks what a recording takes on each; None where there is one rank.
+
+    Attributes:
+        num_bytes: device memory of all recordings, on the rank where each of them takes the most.
+        num_replays: steps that were replayed.
     """
 
     def __init__(
@@ -112,20 +137,25 @@ class DecodeGraphs:
         forward: Forward,
         caches: LayerCache,
         *,
-        record: Record,
+        record: Recorder,
         page_tokens: int,
         max_sequences: int,
         budget_bytes: int,
+        agree: Agree | None = None,
     ) -> None:
         self._forward = forward
         self._caches = caches
-        self._record = record
+        self._recorder = record
+        self._agree = agree
         self._page_tokens = page_tokens
         self._sizes = sorted({*(size for size in SIZES if size < max_sequences), max_sequences})
         self._budget_bytes = budget_bytes
         self._uses: dict[_Kind, int] = {}
         self._recorded: dict[_Kind, tuple[_Inputs, Recording]] = {}
         self._failed: set[_Kind] = set()
+        # between replays and whoever has recordings given back
+        self._lock = threading.Lock()
+        self._is_released = False
         self.num_bytes = 0
         self.num_replays = 0
 
@@ -134,16 +164,35 @@ class DecodeGraphs:
         """Kinds of step that were recorded."""
         return len(self._recorded)
 
+    def release(self) -> None:
+        """Gives all recordings back, and makes no more; any thread may call it, more than once.
+
+        What a collective runs over cannot be closed while a recording of it is left.
+        """
+        with self._lock:
+            self._is_released = True
+            for _, recording in self._recorded.values():
+                recording.release()
+            self._recorded.clear()
+
     def __call__(self, batch: DeviceBatch, caches: LayerCache) -> Tensor:
+        """The logits of a step.
+
+        Raises:
+            RuntimeError: another rank is gone, or out of step.
+        """
         assert caches is self._caches
         kind = self._kind(batch)
-        found = None if kind is None else self._find(kind, batch.token_ids_T.device)
-        if found is None:
-            return self._forward(batch, caches)
-        inputs, recording = found
-        inputs.fill(batch)
-        self.num_replays += 1
-        return recording.replay()[: batch.token_ids_T.shape[0]]
+        if kind is not None and self._wants(kind):
+            self._record(kind, batch.token_ids_T.device)
+        with self._lock:
+            found = None if kind is None else self._recorded.get(kind)
+            if found is not None:
+                inputs, recording = found
+                inputs.fill(batch)
+                self.num_replays += 1
+                return recording.replay()[: batch.token_ids_T.shape[0]]
+        return self._forward(batch, caches)
 
     def _kind(self, batch: DeviceBatch) -> _Kind | None:
         """What recording would serve a batch; None if it is no decode step of a recorded size."""
@@ -157,14 +206,16 @@ class DecodeGraphs:
             reach *= 2
         return _Kind(size, reach)
 
-    def _find(self, kind: _Kind, device: torch.device) -> tuple[_Inputs, Recording] | None:
-        found = self._recorded.get(kind)
-        if found is not None or kind in self._failed:
-            return found
+    def _wants(self, kind: _Kind) -> bool:
+        """Whether a kind of step is to be recorded now; all ranks give the same answer."""
+        if kind in self._recorded or kind in self._failed or self._is_released:
+            return False
         self._uses[kind] = self._uses.get(kind, 0) + 1
         is_full = self.num_bytes >= self._budget_bytes
-        if is_full or self._uses[kind] < USES_BEFORE_RECORDING:
-            return None
+        return not is_full and self._uses[kind] >= USES_BEFORE_RECORDING
+
+    def _record(self, kind: _Kind, device: torch.device) -> None:
+        """Records a kind of step on all ranks, or notes that it cannot be."""
         inputs = _Inputs(kind, self._page_tokens, device)
 
         def run() -> Tensor:
@@ -173,17 +224,19 @@ class DecodeGraphs:
             batch = inputs.batch
             return self._forward(replace(batch, rows=replace(batch.rows)), self._caches)
 
-        try:
-            recording = self._record(run)
-        except Exception:  # noqa: BLE001 - this kind of step goes on as it is
-            if device.type == "cuda":
-                # raises if it was not the recording alone that failed
-                torch.cuda.synchronize(device)
-            self._failed.add(kind)
-            _log.exception("graph_failed rows=%d max_seq_len=%d", kind.num_rows, kind.max_seq_len)
-            return None
-        self.num_bytes += recording.num_bytes
-        self._recorded[kind] = found = (inputs, recording)
+        recording = self._try(run, kind, device)
+        num_bytes = None if recording is None else recording.num_bytes
+        if self._agree is not None:
+            num_bytes = self._agree(num_bytes)
+        with self._lock:
+            if recording is None or num_bytes is None or self._is_released:
+                self._failed.add(kind)
+                if recording is not None:
+                    recording.release()
+                    _log.warning("graph_given_up rows=%d reason=another_rank", kind.num_rows)
+                return
+            self._recorded[kind] = (inputs, recording)
+        self.num_bytes += num_bytes
         _log.info(
             "graph_recorded rows=%d max_seq_len=%d bytes=%d total_bytes=%d budget_bytes=%d",
             kind.num_rows,
@@ -192,7 +245,24 @@ class DecodeGraphs:
             self.num_bytes,
             self._budget_bytes,
         )
-        return found
+
+    def _try(
+        self, run: Callable[[], Tensor], kind: _Kind, device: torch.device
+    ) -> Recording | None:
+        """This rank's recording; None if there can be none."""
+        if self._agree is not None:
+            # it meets the other ranks, and where it fails this one is out of step, as in any step
+            self._recorder.warm_up(run)
+        try:
+            if self._agree is None:
+                self._recorder.warm_up(run)
+            return self._recorder.record(run)
+        except Exception:  # noqa: BLE001 - this kind of step goes on as it is
+            if device.type == "cuda":
+                # raises if it was not the recording alone that failed
+                torch.cuda.synchronize(device)
+            _log.exception("graph_failed rows=%d max_seq_len=%d", kind.num_rows, kind.max_seq_len)
+            return None
 
 
 class _CudaRecording:
@@ -204,6 +274,9 @@ class _CudaRecording:
     def replay(self) -> Tensor:
         self._graph.replay()
         return self._output
+
+    def release(self) -> None:
+        self._graph.reset()
 
 
 class CudaRecorder:
@@ -217,18 +290,21 @@ class CudaRecorder:
         self._device = device
         self._pool = torch.cuda.graph_pool_handle()
 
-    def __call__(self, run: Callable[[], Tensor]) -> Recording:
-        """Runs once to compile and set up what is made at first use, then records."""
-        before = torch.cuda.memory_reserved(self._device)
+    def warm_up(self, run: Callable[[], Tensor]) -> None:
         side = torch.cuda.Stream(self._device)
         side.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(side):
             run()
         torch.cuda.current_stream(self._device).wait_stream(side)
+
+    def record(self, run: Callable[[], Tensor]) -> Recording:
+        # a capture begins by giving back what is free: that must not count against what it takes
+        torch.cuda.synchronize(self._device)
+        torch.cuda.empty_cache()
+        before = torch.cuda.memory_reserved(self._device)
         graph = torch.cuda.CUDAGraph()
         # other threads may use the device meanwhile, as whoever reads its counters does
         with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
             output = run()
-        return _CudaRecording(
-            graph, output, max(0, torch.cuda.memory_reserved(self._device) - before)
-        )
+        num_bytes = max(0, torch.cuda.memory_reserved(self._device) - before)
+        return _CudaRecording(graph, output, num_bytes)
