@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+import threading
 
 import pytest
 
+from m3stack.engine.budget import SchedulerLimits
 from m3stack.engine.plan import FatalStepError
-from m3stack.engine.scheduler import SchedulerLimits
 from m3stack.errors import ErrorKind, WorkerError
 from m3stack.types import Failed, Finished, MediaSettled, Request, Started, Tokens
 from tests.worker.engine.engine_harness import TIMEOUT_S, EngineHarness
@@ -80,6 +81,36 @@ def test_cancel_frees_pages_at_the_next_step_and_says_nothing_more() -> None:
         harness.engine.cancel(12345)
         harness.ending(harness.submit(text(3)))
         assert len(harness.events[victim]) == seen
+        assert Finished not in harness.told(victim)
+
+
+@pytest.mark.parametrize("is_ahead", [False, True])
+def test_a_request_that_is_cancelled_in_a_step_is_free_before_its_end(is_ahead: bool) -> None:
+    with EngineHarness(is_ahead=is_ahead) as harness:
+        begun, go_on = threading.Event(), threading.Event()
+        name = "collect" if is_ahead else "execute"
+        compute = getattr(harness.runner, name)
+
+        def slowly(step: object) -> object:
+            begun.set()
+            assert go_on.wait(TIMEOUT_S)
+            return compute(step)
+
+        setattr(harness.runner, name, slowly)
+        victim = harness.submit(text(1, max_tokens=200))
+        assert begun.wait(TIMEOUT_S)
+        assert harness.engine.load.used_pages > 0
+
+        harness.engine.cancel(victim)
+
+        # the step still computes
+        assert harness.engine.load.used_pages == 0
+        assert harness.engine.load.running_requests == 0
+        go_on.set()
+        other = harness.submit(text(2))
+        harness.ending(other)
+        assert harness.tokens(other) == greedy_alone(text(2))
+        assert harness.tokens(victim) == []
         assert Finished not in harness.told(victim)
 
 

@@ -1,8 +1,9 @@
 """The main loop: drain the inbox, turn a step, deliver what it gave.
 
 One thread owns everything that changes: scheduler, pages, runner. Everyone else posts to the
-inbox. Whatever happens, every submitted request gets exactly one Finished or Failed, unless it
-was cancelled, which gets nothing more.
+inbox. While a step computes, the thread lends all but the runner to whoever cancels a request: a
+client that has left holds nothing until the end of a long step. Whatever happens, every submitted
+request gets exactly one Finished or Failed, unless it was cancelled, which gets nothing more.
 """
 
 from __future__ import annotations
@@ -14,11 +15,13 @@ import threading
 import time
 from collections.abc import Callable, Iterable
 from collections.abc import Sequence as ReadOnlySequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 
 from m3stack.cache.media import MediaLedger
 from m3stack.cache.prefix import PrefixCache
 from m3stack.engine.account import Account
+from m3stack.engine.leaving import Leaving
 from m3stack.engine.messages import (
     Abort,
     Between,
@@ -113,6 +116,7 @@ class Engine:
         self._inbox: queue.SimpleQueue[Message] = queue.SimpleQueue()
         self._inbox_lock = threading.Lock()
         self._is_closed = False
+        self._leaving = Leaving(self._end, self._forget)
         self._live: dict[int, Sequence] = {}
         self._observer = Observer(parts.metrics, page_bytes=settings.page_bytes, clock=clock)
         self._steps = Steps(
@@ -168,8 +172,13 @@ class Engine:
         self._post(Submit(handle, request, self._clock(), upload_s))
 
     def cancel(self, handle: int) -> None:
-        """Ends a request at the next step without a further event; too late is no error."""
+        """Ends a request without a further event; too late is no error.
+
+        At once if a step is computing, else before the next one.
+        """
+        # behind its submission, which may not have been seen yet
         self._inbox.put(Cancel(handle))
+        self._leaving.ask(handle)
 
     def forget_prefixes(self, done: Callable[[int], None]) -> None:
         """Empties the prefix cache; `done` is called on the engine thread with the pages freed."""
@@ -196,7 +205,20 @@ class Engine:
                 raise WorkerError(ErrorKind.WORKER_UNAVAILABLE, "the engine has stopped")
             self._inbox.put(message)
 
+    def waiting(self) -> AbstractContextManager[None]:
+        """A step computes: whoever cancels a request may end it meanwhile."""
+        return self._leaving.waiting()
+
+    def _end(self, handle: int) -> bool:
+        """Frees what the scheduler gave a request; False if there is no such one any more."""
+        is_there = self._scheduler.cancel(handle)
+        if is_there:
+            self._observer.ended(handle, "cancelled", self._clock())
+            self.changed()
+        return is_there
+
     def _run(self) -> None:
+        self._leaving.take()
         failure: BaseException | None = None
         try:
             while self._take_messages():
@@ -226,9 +248,8 @@ class Engine:
         if isinstance(message, Submit):
             self._accept(message)
         elif isinstance(message, Cancel):
-            if self._scheduler.cancel(message.handle):
+            if self._end(message.handle):
                 self._forget(message.handle)
-                self._observer.ended(message.handle, "cancelled", self._clock())
         elif isinstance(message, ForgetPrefixes):
             message.done(self._pages.reset())
         elif isinstance(message, Explain):

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -49,6 +50,10 @@ class StepSink(Protocol):
 
     def changed(self) -> None:
         """Queue, running set or pages are not what they were."""
+        ...
+
+    def waiting(self) -> AbstractContextManager[None]:
+        """While the device computes: requests may end meanwhile."""
         ...
 
 
@@ -128,7 +133,8 @@ class Steps:
         plan = self._plan()
         executed_at = self.started_at = self._clock()
         try:
-            result = self._runner.execute(plan)
+            with self._sink.waiting():
+                result = self._runner.execute(plan)
         except FatalStepError:
             raise
         except Exception as error:  # noqa: BLE001 - the step's requests alone fail
@@ -162,7 +168,8 @@ class Steps:
                 failed = (plan, error)
         outcome: StepResult | Exception
         try:
-            outcome = runner.collect(current.step)
+            with self._sink.waiting():
+                outcome = runner.collect(current.step)
         except FatalStepError:
             raise
         except Exception as error:  # noqa: BLE001 - the step's requests alone fail
