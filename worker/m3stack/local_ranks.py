@@ -175,7 +175,11 @@ def follow(
     _end_with_parent()
 
     def receive() -> object:
-        return pickle.loads(leader.recv_bytes())
+        try:
+            return pickle.loads(leader.recv_bytes())
+        except ConnectionResetError as error:
+            # how an end looks whose other side has not read all that was said to it
+            raise EOFError from error
 
     def receive_setup() -> Setup:
         setup = receive()

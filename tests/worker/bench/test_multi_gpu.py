@@ -11,6 +11,7 @@ import torch
 from m3stack.bench.multi_gpu import report
 from m3stack.bench.multi_gpu.__main__ import are_equal, main
 from m3stack.bench.multi_gpu.arms import Arm, arms_of
+from m3stack.bench.multi_gpu.engine_steps import JSON_NAME, write_truncated
 from m3stack.bench.multi_gpu.floors import (
     attention_decode_bytes,
     cache_bytes_per_token,
@@ -18,6 +19,7 @@ from m3stack.bench.multi_gpu.floors import (
 )
 from m3stack.bench.multi_gpu.steps import step
 from m3stack.memory_plan import released_model_config
+from m3stack.models.minimax_m3.config import M3Config
 
 CONFIG = released_model_config()
 
@@ -56,6 +58,27 @@ def test_every_way_to_divide_gives_the_same_tokens(tmp_path: Path) -> None:
     divided = ["tp2", "tp2 parts", "tp2 ep2", "tp2 ep2 parts"]
     assert [row["arm"] for row in equal] == ["tp1", *divided]
     assert all(row["equal_tokens"] == row["tokens"] for row in equal)
+
+
+@pytest.mark.timeout(120)
+def test_whole_engines_of_two_ranks_are_timed_step_by_step(tmp_path: Path) -> None:
+    flags = ["--small", "--engine", "--modes", "queued ahead", "--out", str(tmp_path)]
+    assert main(flags) == 0
+    rows = json.loads((tmp_path / JSON_NAME).read_text())["rows"]
+    timed = [row for row in rows if row["kind"] == "engine"]
+    assert [row["rows"] for row in timed] == [1, 3]
+    assert {row["mode"] for row in timed} == {"queued ahead"}
+    assert all(row["timed_steps"] > 10 and row["step_ms"] > 0 for row in timed)
+    assert main(["--small", "--engine", "--modes", "recorded", "--out", str(tmp_path)]) == 2
+
+
+def test_the_truncated_model_has_the_released_widths(tmp_path: Path) -> None:
+    write_truncated(tmp_path, 5)
+    config = M3Config.from_dir(tmp_path)
+    assert config.num_layers == 5
+    assert config.sparse_layers == config.moe_layers == (True,) * 5
+    assert (config.hidden_size, config.num_experts) == (CONFIG.hidden_size, CONFIG.num_experts)
+    assert config.quantization is None
 
 
 @pytest.mark.parametrize(("num_seqs", "width"), [(8, 128), (64, 16), (5, 300), (3, 1024), (1, 1)])

@@ -4,6 +4,8 @@ Every way is first compared with the undivided model in fp32 and plain torch; th
 and prefill are timed with and without their collectives, beside the least time that bytes and
 products allow. Ways that need more GPUs than there are run with the shapes of one of their ranks
 and the collectives of those there are; they say so.
+
+With `--engine`, whole engines over all GPUs are timed instead, step by step.
 """
 
 from __future__ import annotations
@@ -23,6 +25,7 @@ import torch
 
 from m3stack.bench.multi_gpu import report
 from m3stack.bench.multi_gpu.arms import arms_of
+from m3stack.bench.multi_gpu.engine_steps import MODES, run_engines
 from m3stack.bench.multi_gpu.measure import Row
 from m3stack.bench.multi_gpu.run import Options, open_store, run_rank
 
@@ -44,6 +47,12 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument(
         "--arms", nargs="*", default=[], help="to time, for example tp2 'tp2 parts'"
     )
+    parser.add_argument(
+        "--engine", action="store_true", help="decode steps of whole engines of --layers"
+    )
+    parser.add_argument(
+        "--modes", nargs="*", default=[], help="of --engine, for example 'queued ahead'"
+    )
     parser.add_argument("--deadline", type=float, default=0.0, help="seconds; 0: none")
     parser.add_argument("--out", type=Path, default=Path("docs/bench"), help="folder for results")
     parsed = parser.parse_args(argv)
@@ -51,11 +60,26 @@ def main(argv: Sequence[str]) -> int:
     if not parsed.small and (not world or world > torch.cuda.device_count()):
         print(f"{world} GPUs are needed, torch sees {torch.cuda.device_count()}", file=sys.stderr)
         return 2
-    known = [arm.name for arm in arms_of(world)]
-    unknown = [name for name in parsed.arms if name not in known]
-    if unknown:
-        print(f"no such way: {unknown[0]}; there are {', '.join(known)}", file=sys.stderr)
-        return 2
+    for given, known in (
+        (parsed.arms, [arm.name for arm in arms_of(world)]),
+        (parsed.modes, [mode.name for mode in MODES]),
+    ):
+        unknown = [name for name in given if name not in known]
+        if unknown:
+            print(f"no such way: {unknown[0]}; there are {', '.join(known)}", file=sys.stderr)
+            return 2
+    command = "m3stack bench multi-gpu " + shlex.join(argv)
+    parsed.out.mkdir(parents=True, exist_ok=True)
+    if parsed.engine:
+        run_engines(
+            parsed.out,
+            world=world,
+            num_layers=parsed.layers,
+            is_small=parsed.small,
+            modes=parsed.modes,
+            command=command,
+        )
+        return 0
     store = open_store(0, world, is_leader=True)
     options = Options(
         world=world,
@@ -67,8 +91,6 @@ def main(argv: Sequence[str]) -> int:
         port=store.port,
         out=parsed.out,
     )
-    command = "m3stack bench multi-gpu " + shlex.join(argv)
-    parsed.out.mkdir(parents=True, exist_ok=True)
     if world == 1:
         run_rank(0, options, command)
     else:
