@@ -66,8 +66,8 @@ class Mode:
 
 MODES = (
     Mode("plain", "off", 0),
-    Mode("queued ahead", "on", 0),
     Mode("queued ahead, recorded", "on", -1),
+    Mode("queued ahead", "on", 0),
 )
 
 
@@ -134,7 +134,7 @@ def _mode_rows(model: Path, world: int, mode: Mode, sizes: EngineSizes) -> Itera
     )
     with _running(config) as (assembly, metrics, crowd):
         for batch_size in sizes.batches:
-            before = _recorded_steps(metrics)
+            before = _counted(metrics, "recorded_steps_total")
             gaps_ms = _gaps_ms(crowd, assembly, batch_size, sizes)
             yield {
                 "kind": "engine",
@@ -144,7 +144,9 @@ def _mode_rows(model: Path, world: int, mode: Mode, sizes: EngineSizes) -> Itera
                 "step_ms": statistics.median(gaps_ms),
                 "slowest_tenth_ms": statistics.quantiles(gaps_ms, n=10)[-1],
                 "timed_steps": len(gaps_ms),
-                "recorded_steps": _recorded_steps(metrics) - before,
+                "recorded_steps": _counted(metrics, "recorded_steps_total") - before,
+                "recorded_bytes": _counted(metrics, "recorded_step_bytes"),
+                "bytes_beside_torch": _bytes_beside_torch(),
             }
 
 
@@ -189,9 +191,16 @@ def _gaps_ms(
     return [gap * 1e3 for gap in crowd.gaps(handles[-1:], since, until)]
 
 
-def _recorded_steps(metrics: WorkerMetrics) -> int:
-    value = metrics.registry.get_sample_value("m3stack_worker_recorded_steps_total")
-    return int(value or 0)
+def _counted(metrics: WorkerMetrics, name: str) -> int:
+    return int(metrics.registry.get_sample_value(f"m3stack_worker_{name}") or 0)
+
+
+def _bytes_beside_torch() -> int:
+    """Of the leading rank's GPU, what is in use and not torch's own: context, NCCL, recordings."""
+    if not torch.cuda.is_available():
+        return 0
+    free, total = torch.cuda.mem_get_info(0)
+    return total - free - torch.cuda.memory_reserved(0)
 
 
 def _about(world: int, num_layers: int, *, is_small: bool) -> Row:
