@@ -13,7 +13,7 @@ from m3stack.batch import DeviceBatch, MediaRows
 from m3stack.engine.plan import Row
 from m3stack.engine.sequence import UNKNOWN_TOKEN, PlacedMedia
 from m3stack.engine.transfer import to_device
-from m3stack.kernels.interface import PagedRows
+from m3stack.kernels.interface import HostLengths, PagedRows
 
 
 class _PageRow:
@@ -102,16 +102,19 @@ class InputBuilder:
             for index, row in enumerate(rows)
             if row.output_index is not None
         ]
+        starts_S1 = torch.tensor(query_start, dtype=torch.int32)
+        lens_S = torch.tensor(seq_lens, dtype=torch.int32)
         return DeviceBatch(
             token_ids_T=self._tokens(token_ids, rows, query_start, feed),
             positions_T=self._send(positions_T),
             slots_T=self._send(slots_T),
             rows=PagedRows(
-                query_start_S1=self._send(torch.tensor(query_start, dtype=torch.int32)),
-                seq_lens_S=self._send(torch.tensor(seq_lens, dtype=torch.int32)),
+                query_start_S1=self._send(starts_S1),
+                seq_lens_S=self._send(lens_S),
                 page_table_SJ=self._send(page_table_SJ),
                 max_query_len=max(lengths),
                 max_seq_len=max(seq_lens),
+                host=HostLengths(starts_S1, lens_S),
             ),
             sample_rows_S=self._send(torch.tensor(sample_rows, dtype=torch.int64)),
             media=media,

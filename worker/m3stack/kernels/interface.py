@@ -19,6 +19,18 @@ from torch import Tensor
 
 
 @dataclass(frozen=True, slots=True)
+class HostLengths:
+    """What the host knows of a step's rows, for operations that plan there.
+
+    Attributes:
+        query_start_S1, seq_lens_S: those of `PagedRows`, int32, in host memory.
+    """
+
+    query_start_S1: Tensor
+    seq_lens_S: Tensor
+
+
+@dataclass(frozen=True, slots=True)
 class PagedRows:
     """Where this step's query rows stand in their sequences, and which pages hold their keys.
 
@@ -33,6 +45,7 @@ class PagedRows:
             `ceil(seq_len / B)` are undefined and must not be read as addresses.
         max_query_len: largest row count of a sequence (host integer).
         max_seq_len: largest entry of `seq_lens_S` (host integer, may be an upper bound).
+        host: the lengths where they were built; None where a planner has to read them back.
     """
 
     query_start_S1: Tensor
@@ -40,6 +53,7 @@ class PagedRows:
     page_table_SJ: Tensor
     max_query_len: int
     max_seq_len: int
+    host: HostLengths | None = None
 
 
 @dataclass(frozen=True, slots=True)

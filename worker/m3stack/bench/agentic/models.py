@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import time
 from collections.abc import Callable
 from dataclasses import fields, replace
 from functools import partial
@@ -11,6 +12,7 @@ from typing import Any, cast
 import torch
 
 from m3stack.bench.agentic.arms import Arm
+from m3stack.bench.agentic.step_profile import TimedOperations
 from m3stack.first_steps import with_layers
 from m3stack.kernels.interface import Kernels
 from m3stack.kernels.select import build_kernels
@@ -56,6 +58,7 @@ class Models:
         self._now = self.kernels
         self._model: M3Model | None = None
         self._keeps_mxfp8 = False
+        self.operations = TimedOperations(time.perf_counter)
 
     def get(self, arm: Arm) -> M3Model:
         """The arm's model; those given before change with it."""
@@ -80,4 +83,5 @@ class Models:
         return Kernels(name="of the arm", **operations)
 
     def _call(self, name: str, *arguments: object, **named: object) -> object:
-        return cast(Callable[..., object], getattr(self._now, name))(*arguments, **named)
+        run = cast(Callable[..., object], getattr(self._now, name))
+        return self.operations(name, lambda: run(*arguments, **named))

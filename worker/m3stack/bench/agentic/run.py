@@ -14,7 +14,7 @@ import json
 import logging
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -27,7 +27,14 @@ from m3stack.bench.agentic.compiled import conversation_steps, counted, long_pro
 from m3stack.bench.agentic.models import Models, truncated, without_dense_layers
 from m3stack.bench.agentic.replay import Replay, ReplayError
 from m3stack.bench.agentic.report import write_report
-from m3stack.bench.agentic.trace import TraceShape, conversations, shared_prefix
+from m3stack.bench.agentic.step_profile import profiled
+from m3stack.bench.agentic.step_times import summary
+from m3stack.bench.agentic.trace import (
+    Conversation,
+    TraceShape,
+    conversations,
+    shared_prefix,
+)
 from m3stack.bench.agentic.worker import Sizes, page_shape, running_engine
 from m3stack.checkpoints import builtin_checkpoint
 from m3stack.first_steps import Bounds, run_first_steps
@@ -132,14 +139,14 @@ class Bench:
             replay.warm(most, (64, growing))
             asked = 0
             for concurrency, turns in runs:
-                count = 2 * concurrency
-                scripts = conversations(
-                    replace(shape, turns=turns), count, config.vocab_size - 64, first=asked
-                )
-                asked += count
+                scripts = self._scripts(concurrency, turns, asked)
+                asked += len(scripts)
+                first = len(running.times)
                 with counted() as compiled:
                     row = replay.measure(arm_name, scripts, concurrency)
-                self.document.rows.append({**asdict(row), "compiled": compiled.kernels})
+                steps = summary([step for step in running.times[first:] if step.collected_at])
+                found = {**asdict(row), "compiled": compiled.kernels, "steps": steps}
+                self.document.rows.append(found)
                 say(
                     f"{arm_name:16} concurrency {concurrency:3d}: "
                     f"{row.output_tokens_per_s:9.1f} tokens/s, "
@@ -147,6 +154,16 @@ class Bench:
                     f"{row.itl_p99_ms:7.2f} ms, cached {row.cached_share:.0%}, "
                     f"compiled {compiled.kernels}"
                 )
+                for kind, means in steps.items():
+                    say(f"{'':16} {kind:7} {_line(means)}")
+            for concurrency, turns in runs if arm_name in self.arguments.profile else ():
+                scripts = self._scripts(concurrency, turns, asked)
+                asked += len(scripts)
+                with profiled(running, self.models.operations) as profile:
+                    replay.measure(arm_name, scripts, concurrency)
+                part = {"arm": arm_name, "concurrency": concurrency, **profile}
+                self.document.parts.setdefault("profile", []).append(part)
+                say(f"{arm_name:16} profile at {concurrency}: {json.dumps(profile)}")
             if running.graphs is not None:
                 say(
                     f"{arm_name:16} recorded steps replayed {running.graphs.num_replays} times, "
@@ -197,7 +214,12 @@ class Bench:
     def _add(self, name: str, found: Any) -> None:
         self.document.parts[name] = found
         for row in found if isinstance(found, list) else ():
-            say(f"{name:16} " + " ".join(f"{key}={_short(value)}" for key, value in row.items()))
+            say(f"{name:16} {_line(row)}")
+
+    def _scripts(self, concurrency: int, turns: int, first: int) -> list[Conversation]:
+        shape = replace(self.shape, turns=turns)
+        vocab_size = self.models.config.vocab_size - 64
+        return conversations(shape, 2 * concurrency, vocab_size, first=first)
 
     def _step_tokens(self, most: int) -> tuple[int, int]:
         batch, mixed = (64, 32) if self.arguments.toy else (8192, 2048)
@@ -297,6 +319,10 @@ def _try(name: str, job: Callable[[], None]) -> bool:
     return True
 
 
+def _line(row: Mapping[str, object]) -> str:
+    return " ".join(f"{key}={_short(value)}" for key, value in row.items())
+
+
 def _short(value: object) -> str:
     return f"{value:.4g}" if isinstance(value, float) else str(value)
 
@@ -339,6 +365,13 @@ def _parser() -> argparse.ArgumentParser:
         default=None,
         metavar="N/OF",
         help="compiles what the named arms need, the Nth of OF shares of it, and ends",
+    )
+    parser.add_argument(
+        "--profile",
+        nargs="+",
+        default=[],
+        metavar="ARM",
+        help="arms that are replayed once more under a profiler, kinds of steps apart",
     )
     parser.add_argument("--kernels", default="auto")
     parser.add_argument("--json", type=Path, default=None, help="rows; text and picture beside it")

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from m3stack.batch import DeviceBatch, LayerCache
 from m3stack.bench.agentic.replay import Mailbox
+from m3stack.bench.agentic.step_times import StepTime, TimedForward, TimedRunner
 from m3stack.cache.host import HostTier
 from m3stack.cache.host_pool import HostPool
 from m3stack.cache.media import MediaLedger
@@ -135,6 +136,7 @@ class Running:
         graphs: its recorded steps; None on a CPU.
         passing: lets prompts pass while it is on; only where pages are filled.
         steps: those that have ended; grows.
+        times: of steps as they were launched; grows.
     """
 
     engine: Engine
@@ -144,6 +146,7 @@ class Running:
     passing: Passing | None
     metrics: WorkerMetrics
     steps: list[Step]
+    times: list[StepTime]
 
     @property
     def preemptions(self) -> int:
@@ -203,14 +206,16 @@ def running_engine(model: M3Model, sizes: Sizes) -> Iterator[Running]:
         forward = passing = Passing(forward, config.vocab_size)
     host = HostPool(pool, sizes.host_slots) if sizes.host_slots else None
     media = MediaLedger(1)
-    runner = ModelRunner(
-        forward,
+    timed_forward = TimedForward(forward)
+    model_runner = ModelRunner(
+        timed_forward,
         pool.layers,
         encoder=Encoder(model.encode_media, media, device),
         inputs=InputBuilder(config.block_tokens, device),
         sampler=Sampler(config.vocab_size, device),
         copy_page=None if host is None else host.copy,
     )
+    runner = TimedRunner(model_runner, timed_forward)
     tier = host and HostTier(host.num_slots, restore_cost_tokens=RESTORE_COST_TOKENS)
     pages = PrefixCache(PageAllocator(sizes.num_pages), enabled=sizes.prefix_cache, host=tier)
     limits = SchedulerLimits(
@@ -247,12 +252,14 @@ def running_engine(model: M3Model, sizes: Sizes) -> Iterator[Running]:
     gc.freeze()
     engine.start()
     try:
-        yield Running(engine, mailbox, pool, graphs, passing, metrics, scheduler.steps)
+        yield Running(
+            engine, mailbox, pool, graphs, passing, metrics, scheduler.steps, runner.times
+        )
     finally:
         engine.stop()
         engine.join(STOP_S)
         gc.unfreeze()
-        del engine, runner, pool, forward, graphs, passing, host
+        del engine, runner, model_runner, timed_forward, pool, forward, graphs, passing, host
         gc.collect()
         if device.type == "cuda":
             torch.cuda.empty_cache()

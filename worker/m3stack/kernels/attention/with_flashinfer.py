@@ -40,19 +40,26 @@ class HostRows:
 
     @staticmethod
     def of(rows: PagedRows, page_tokens: int) -> HostRows:
-        """Reads lengths and tables back; waits for the device."""
-        lens_S = rows.seq_lens_S.cpu().long()
+        """Waits for the device only where the rows' lengths are not known on the host."""
+        if rows.host is None:
+            starts_S1, lens_S = rows.query_start_S1.cpu(), rows.seq_lens_S.cpu().long()
+        else:
+            starts_S1, lens_S = rows.host.query_start_S1, rows.host.seq_lens_S.long()
         num_pages_S = (lens_S + page_tokens - 1) // page_tokens
         start_S1 = torch.cat([num_pages_S.new_zeros(1), num_pages_S.cumsum(0)])
         table_SJ = rows.page_table_SJ
-        used_SJ = torch.arange(table_SJ.shape[1]) < num_pages_S[:, None]
+        # where each page stands in the table, counted here: the device is asked for no number
+        offset_S = torch.arange(len(lens_S)) * table_SJ.shape[1] - start_S1[:-1]
+        places = torch.arange(int(start_S1[-1])) + offset_S.repeat_interleave(num_pages_S)
+        if table_SJ.is_cuda:
+            places = places.pin_memory().to(table_SJ.device, non_blocking=True)
         return HostRows(
             page_start_S1=start_S1.to(torch.int32),
-            pages=table_SJ[used_SJ.to(table_SJ.device)],
+            pages=table_SJ.flatten().index_select(0, places),
             last_page_len_S=torch.where(
                 lens_S > 0, lens_S - (num_pages_S - 1).clamp(min=0) * page_tokens, 0
             ).to(torch.int32),
-            query_start_S1=rows.query_start_S1.cpu(),
+            query_start_S1=starts_S1,
         )
 
 
@@ -133,7 +140,12 @@ def plan_decode(q_THD: Tensor, pages: LayerPages, rows: PagedRows, scale: float)
 
 
 class FlashInferAttention:
-    """Dense attention of a worker: one workspace, one live plan for each kind of call."""
+    """Dense attention of a worker: one live plan for each kind of call.
+
+    A plan is written to pinned memory and copied from there behind what is queued already. With
+    steps queued one behind another that copy may be under way when the next one is planned: plans
+    of paged rows take two wrappers in turn, and a wrapper waits for its own last copy.
+    """
 
     def __init__(self, device: torch.device) -> None:
         """Takes the workspaces.
@@ -143,10 +155,15 @@ class FlashInferAttention:
         """
         require_flashinfer("dense attention")
         self._workspaces = [
-            torch.zeros(WORKSPACE_BYTES, dtype=torch.uint8, device=device) for _ in range(2)
+            torch.zeros(WORKSPACE_BYTES, dtype=torch.uint8, device=device) for _ in range(3)
         ]
-        self._paged = flashinfer.BatchPrefillWithPagedKVCacheWrapper(self._workspaces[0], LAYOUT)
-        self._packed = flashinfer.BatchPrefillWithRaggedKVCacheWrapper(self._workspaces[1], "NHD")
+        self._paged = [
+            flashinfer.BatchPrefillWithPagedKVCacheWrapper(workspace, LAYOUT)
+            for workspace in self._workspaces[:2]
+        ]
+        self._copied: list[torch.cuda.Event | None] = [None, None]
+        self._turn = 0
+        self._packed = flashinfer.BatchPrefillWithRaggedKVCacheWrapper(self._workspaces[2], "NHD")
         self._planned_rows: tuple[PagedRows, float] | None = None
         self._planned_packed: tuple[Tensor, tuple[int, ...], float] | None = None
 
@@ -159,7 +176,11 @@ class FlashInferAttention:
             self._refuse_capture("paged attention")
             groups, page_tokens, dim = pages.k_PGBD.shape[1:]
             host = HostRows.of(rows, page_tokens)
-            self._paged.plan(
+            self._turn = 1 - self._turn
+            copied = self._copied[self._turn]
+            if copied is not None:
+                copied.synchronize()
+            self._paged[self._turn].plan(
                 host.query_start_S1,
                 host.page_start_S1,
                 host.pages,
@@ -173,9 +194,11 @@ class FlashInferAttention:
                 q_data_type=q_THD.dtype,
                 kv_data_type=pages.k_PGBD.dtype,
             )
+            self._copied[self._turn] = torch.cuda.Event()
+            self._copied[self._turn].record()
             self._planned_rows = (rows, scale)
         out_THD = torch.zeros_like(q_THD)  # rows of empty sequences are written by nobody
-        return self._paged.run(q_THD, (pages.k_PGBD, pages.v_PGBD), out=out_THD)
+        return self._paged[self._turn].run(q_THD, (pages.k_PGBD, pages.v_PGBD), out=out_THD)
 
     def varlen_attention(
         self,
