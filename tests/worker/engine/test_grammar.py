@@ -86,3 +86,49 @@ def test_a_schema_that_requires_itself_is_refused_with_the_reason(
     assert refused.value.kind is ErrorKind.INVALID_REQUEST
     may_end = json.dumps(node | {"required": []})
     assert compiler.submit(Constraint(ConstraintKind.JSON_SCHEMA, may_end)).result(timeout=60)
+
+
+# as long as a specification has room for: on a usual stack a tenth of it ends the process
+LINKS = 10_000
+
+
+def chain_of_references(link: dict[str, object]) -> str:
+    """A schema in which each definition is `link`, its reference leading on to the next one."""
+    text = json.dumps(link)
+    links = {
+        f"a{at}": json.loads(text.replace("NEXT", f"#/$defs/a{at + 1}")) for at in range(LINKS)
+    }
+    return json.dumps({"$ref": "#/$defs/a0", "$defs": {**links, f"a{LINKS}": {"const": 1}}})
+
+
+CHAINS = {
+    "references": (ConstraintKind.JSON_SCHEMA, chain_of_references({"$ref": "NEXT"})),
+    "allOf": (ConstraintKind.JSON_SCHEMA, chain_of_references({"allOf": [{"$ref": "NEXT"}]})),
+    "rules": (
+        ConstraintKind.LARK,
+        "start: r0\n" + "".join(f"r{at}: r{at + 1}\n" for at in range(LINKS)) + f'r{LINKS}: "1"',
+    ),
+    "terminals": (
+        ConstraintKind.LARK,
+        "start: T0\n" + "".join(f"T{at}: T{at + 1}\n" for at in range(LINKS)) + f'T{LINKS}: "1"',
+    ),
+}
+
+
+@pytest.mark.parametrize("name", CHAINS)
+def test_a_long_chain_is_followed_to_its_end(compiler: GrammarCompiler, name: str) -> None:
+    kind, text = CHAINS[name]
+    assert (
+        Tokenizer.from_file(str(VOCABULARY.tokenizer_file)).decode(a_word_of(compiler, kind, text))
+        == "1"
+    )
+
+
+def test_a_schema_that_the_compiler_cannot_hold_is_refused(
+    compiler: GrammarCompiler,
+) -> None:
+    next_one = {"type": "object", "properties": {"x": {"$ref": "NEXT"}}, "required": ["x"]}
+    text = chain_of_references(next_one)
+    with pytest.raises(WorkerError, match="too (big|complex)") as caught:
+        compiler.submit(Constraint(ConstraintKind.JSON_SCHEMA, text)).result(timeout=60)
+    assert caught.value.kind is ErrorKind.INVALID_REQUEST

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from m3stack.engine.deep_stack import on_deep_stack
 from m3stack.engine.endless import is_endless
 from m3stack.errors import ErrorKind, WorkerError
 from m3stack.types import Constraint, ConstraintKind
@@ -100,7 +101,7 @@ class GrammarCompiler:
             if known is not None:
                 self._known.move_to_end(key)
                 return known
-            future = self._executor.submit(self._compile, *key)
+            future = self._executor.submit(self._compile_deep, *key)
             self._known[key] = future
             while len(self._known) > MAX_CACHED_GRAMMARS:
                 self._known.popitem(last=False)
@@ -109,6 +110,14 @@ class GrammarCompiler:
     def close(self) -> None:
         """Ends the thread, once what it is at is done."""
         self._executor.shutdown(wait=True, cancel_futures=True)
+
+    def _compile_deep(self, kind: ConstraintKind, text: str) -> Grammar:
+        # llguidance follows references and rules by recursion, up to 8 kB of stack for each: a
+        # chain of the thousands that a specification has room for would end the process
+        try:
+            return on_deep_stack(lambda: self._compile(kind, text))
+        except RuntimeError as error:
+            raise WorkerError(ErrorKind.OVERLOADED, f"cannot be compiled now: {error}") from error
 
     def _compile(self, kind: ConstraintKind, text: str) -> Grammar:
         llguidance = _llguidance()
@@ -128,7 +137,11 @@ class GrammarCompiler:
         )
         matcher = llguidance.LLMatcher(tokenizer, source, log_level=0, limits=limits)
         if matcher.is_error():
-            raise _refusal(f"cannot be compiled: {matcher.get_error()}")
+            error = matcher.get_error()
+            # limits of its own that it does not check
+            if error.startswith("panic"):
+                raise _refusal("is too complex to be compiled")
+            raise _refusal(f"cannot be compiled: {error}")
         # also warms what all copies share
         first = np.frombuffer(matcher.compute_bitmask(), dtype=np.uint8)
         if "NoExtension" in matcher.get_error():
