@@ -25,6 +25,7 @@ from m3stack.kernels.msa.prefill import (  # noqa: E402
     choose_blocks_prefill,
     with_triton,
 )
+from m3stack.kernels.msa.prefill.limits import HEADS_PER_GROUP  # noqa: E402
 from m3stack.kernels.msa.prefill.lists import (  # noqa: E402
     cut_rows,
     invert_blocks,
@@ -32,7 +33,7 @@ from m3stack.kernels.msa.prefill.lists import (  # noqa: E402
     tile_union,
 )
 from m3stack.kernels.msa.prefill.row_tiles import cut_tiles  # noqa: E402
-from m3stack.kernels.msa.prefill.with_cuda import HEADS_PER_GROUP, CudaPrefill  # noqa: E402
+from m3stack.kernels.msa.prefill.with_cuda import CudaPrefill  # noqa: E402
 
 # the interpreter turns one-element arrays into loop bounds
 pytestmark = pytest.mark.filterwarnings("ignore:Conversion of an array:DeprecationWarning")

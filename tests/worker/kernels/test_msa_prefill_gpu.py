@@ -22,13 +22,9 @@ from m3stack.kernels.interface import NO_BLOCK, LayerPages
 from m3stack.kernels.msa import reference
 from m3stack.kernels.msa.prefill import with_triton
 from m3stack.kernels.msa.prefill.cuda_library import PrefillLibrary
+from m3stack.kernels.msa.prefill.limits import UnsupportedShapeError
 from m3stack.kernels.msa.prefill.lists import cut_rows, invert_blocks, load_factor, tile_union
-from m3stack.kernels.msa.prefill.with_cuda import (
-    Arm,
-    AttendPolicy,
-    CudaPrefill,
-    UnsupportedShapeError,
-)
+from m3stack.kernels.msa.prefill.with_cuda import Arm, AttendPolicy, CudaPrefill
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(120)]
 

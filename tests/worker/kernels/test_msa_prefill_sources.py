@@ -14,10 +14,16 @@ from m3stack.kernels.build import FLAGS, SOURCES, CompilerMissingError, find_com
 PRODUCTS = {
     "msa_prefill_score.cu": ("score_tiles", 16),
     "msa_prefill_union.cu": ("attend_unions", 40),
+    "msa_prefill_union_e4m3.cu": ("attend_coded_unions", 40),
     "msa_prefill_kv_attend.cu": ("attend_key_major", 16),
 }
 # a register or two outside the loops; the scorer keeps everything
-SPILLED_BYTES = {"score_tiles": 0, "attend_unions": 8, "attend_key_major": 8}
+SPILLED_BYTES = {
+    "score_tiles": 0,
+    "attend_unions": 8,
+    "attend_coded_unions": 0,
+    "attend_key_major": 8,
+}
 
 
 @pytest.fixture(scope="module")

@@ -1,4 +1,4 @@
-"""Compiles the CUDA sources of the decode kernels for this machine's CPU, against the emulator."""
+"""Compiles CUDA sources for this machine's CPU, against the emulator: decode kernels, and parts."""
 
 from __future__ import annotations
 
@@ -14,28 +14,46 @@ DYNAMIC = "extern __shared__ __align__(128) uint8_t"
 
 
 def build(folder: Path) -> Path:
-    """The shared object, built in `folder` from copies of the sources.
+    """The shared object of the decode kernels, built in `folder` from copies of the sources."""
+    write_copies(folder)
+    for source in SOURCES.glob("msa_decode_*.cu*"):
+        copy_source(source, folder)
+    return compile_harness(folder, "harness.cpp", optimise=1)
 
-    Two things change on the way: the header of PTX wrappers is replaced by the emulator's, and
-    dynamic shared memory, which C++ has no word for, becomes a pointer.
-    """
+
+def write_copies(folder: Path) -> None:
+    """`async_copy.cuh` with the emulator's words in place of PTX."""
     header = (SOURCES / "async_copy.cuh").read_text()
     rest = header[header.index("// order-preserving integer") : header.index("inline cudaError_t")]
     head = (HERE / "async_copy_head.h").read_text()
     (folder / "async_copy.cuh").write_text(
         f"{head}\nnamespace m3 {{\n{rest}\n}}  // namespace m3\n"
     )
-    for source in SOURCES.glob("msa_decode_*.cu*"):
-        lines = source.read_text().splitlines()
-        for number, line in enumerate(lines):
-            if DYNAMIC in line:
-                name = line.split(DYNAMIC)[1].strip().removesuffix("[];")
-                lines[number] = f"    uint8_t* {name} = emulator::dynamic_shared;"
-        (folder / source.name).write_text("\n".join(lines) + "\n")
-    target = folder / "decode_on_cpu.so"
-    flags = "-std=c++20 -O1 -w -fPIC -shared -pthread -fno-strict-aliasing -ffp-contract=off"
-    command = ["g++", *flags.split(), "-U_FORTIFY_SOURCE", f"-I{folder}", f"-I{HERE}"]
-    subprocess.run([*command, str(HERE / "harness.cpp"), "-o", str(target)], check=True)
+
+
+def copy_source(source: Path, folder: Path) -> None:
+    """A source as it is, but for dynamic shared memory, which C++ has no word for: a pointer."""
+    lines = source.read_text().splitlines()
+    for number, line in enumerate(lines):
+        if DYNAMIC in line:
+            name = line.split(DYNAMIC)[1].strip().removesuffix("[];")
+            lines[number] = f"    uint8_t* {name} = emulator::dynamic_shared;"
+    (folder / source.name).write_text("\n".join(lines) + "\n")
+
+
+def compile_harness(folder: Path, harness: str, *, optimise: int) -> Path:
+    """The shared object of a harness and the copies in `folder`."""
+    target = folder / f"{Path(harness).stem}.so"
+    flags = "-std=c++20 -w -fPIC -shared -pthread -fno-strict-aliasing -ffp-contract=off"
+    command = [
+        "g++",
+        f"-O{optimise}",
+        *flags.split(),
+        "-U_FORTIFY_SOURCE",
+        f"-I{folder}",
+        f"-I{HERE}",
+    ]
+    subprocess.run([*command, str(HERE / harness), "-o", str(target)], check=True)
     return target
 
 

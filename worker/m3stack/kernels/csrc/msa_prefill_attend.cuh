@@ -206,7 +206,7 @@ __device__ __forceinline__ void zero_unwritten(uint8_t* values, int written, int
     *reinterpret_cast<uint4*>(values + half + (i >> 4) * 128 + (i & 7) * 16) =
         make_uint4(0, 0, 0, 0);
   }
-  asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+  publish_shared_writes();
   warpgroup_sync(1 + warpgroup);
 }
 

@@ -65,6 +65,11 @@ __device__ __forceinline__ void warpgroup_sync(int id) {
   asm volatile("bar.sync %0, %1;" ::"r"(id), "n"(kWarpgroup) : "memory");
 }
 
+// Makes ordinary writes to shared memory visible to products that other threads start later.
+__device__ __forceinline__ void publish_shared_writes() {
+  asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+}
+
 // A ring of stages: which stage is next and the parity of its current pass.
 template <int kStages>
 struct Ring {
@@ -197,6 +202,11 @@ __device__ __forceinline__ void mma_registers_columns(float (&d)[64], const uint
 }
 
 // ---- small arithmetic ----
+// Zero in place, so that what held the value goes on holding it.
+__device__ __forceinline__ void clear(float& value) {
+  asm volatile("mov.f32 %0, 0f00000000;" : "+f"(value));
+}
+
 // Unlike fmaxf it keeps NaN, so that a NaN key spoils its block as the reference says.
 __device__ __forceinline__ float max_or_nan(float a, float b) {
   float result;
@@ -214,6 +224,27 @@ __device__ __forceinline__ uint32_t pack_bf16(float low, float high) {
   uint32_t result;
   asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(result) : "f"(high), "f"(low));
   return result;
+}
+
+// Four e4m3 as two pairs of bf16, times a power of two given as such a pair. NaN stays NaN.
+__device__ __forceinline__ void widen_e4m3(uint32_t four, uint32_t scale, uint32_t& low,
+                                           uint32_t& high) {
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    uint32_t wide, product;
+    float first, second;
+    asm("cvt.rn.f16x2.e4m3x2 %0, %1;" : "=r"(wide) : "h"(uint16_t(four >> (16 * half))));
+    asm("{\n.reg .b16 x, y;\nmov.b32 {x, y}, %2;\ncvt.f32.f16 %0, x;\ncvt.f32.f16 %1, y;\n}"
+        : "=f"(first), "=f"(second)
+        : "r"(wide));
+    asm("mul.rn.bf16x2 %0, %1, %2;" : "=r"(product) : "r"(pack_bf16(first, second)), "r"(scale));
+    (half ? high : low) = product;
+  }
+}
+
+inline cudaError_t launch_plain(const void* kernel, dim3 blocks, int threads, size_t shared_bytes,
+                                void** arguments, cudaStream_t stream) {
+  return cudaLaunchKernel(kernel, blocks, dim3(threads), arguments, shared_bytes, stream);
 }
 
 }  // namespace m3

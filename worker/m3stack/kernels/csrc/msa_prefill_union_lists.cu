@@ -102,8 +102,8 @@ extern "C" int m3_prefill_build_unions(const m3::AttendArguments* arguments,
         cudaMemsetAsync(a.selections, 0, kCounters * 2 * sizeof(*a.selections), stream);
     if (error != cudaSuccess) return error;
   }
-  const dim3 grid(a.num_tiles, a.num_groups);
-  if (a.tile_tokens == 8) build_unions<8><<<grid, 8 * kChosen, 0, stream>>>(a);
-  else build_unions<4><<<grid, 4 * kChosen, 0, stream>>>(a);
-  return cudaGetLastError();
+  const auto kernel = a.tile_tokens == 8 ? build_unions<8> : build_unions<4>;
+  void* launched[] = {const_cast<AttendArguments*>(&a)};
+  return launch_plain(reinterpret_cast<const void*>(kernel), dim3(a.num_tiles, a.num_groups),
+                      a.tile_tokens * kChosen, 0, launched, stream);
 }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from enum import StrEnum
 
 import torch
 from torch import Tensor
@@ -15,20 +16,38 @@ from m3stack.kernels.msa.decode.two_stage import MAX_LINES, choose_blocks_two_st
 from m3stack.kernels.msa.decode.with_cuda import CudaDecode
 from m3stack.kernels.msa.index_copy import IndexCopy
 from m3stack.kernels.msa.prefill.cuda_library import PrefillLibrary
-from m3stack.kernels.msa.prefill.widened_pages import block_attention_fp8, pays_to_widen
-from m3stack.kernels.msa.prefill.with_cuda import (
+from m3stack.kernels.msa.prefill.limits import (
     BLOCK_TOKENS,
     HEAD_DIM,
     HEADS_PER_GROUP,
     MAX_CHOSEN,
-    CudaPrefill,
 )
+from m3stack.kernels.msa.prefill.widened_pages import block_attention_fp8, pays_to_widen
+from m3stack.kernels.msa.prefill.with_cuda import AttendPolicy, CudaPrefill
 from m3stack.kernels.shape import KernelShape
 
 # keys of a decode step from which reading half of their bytes pays for the second stage
 TWO_STAGE_TOKENS = 1 << 18
-# (row, group) pairs of a step up to which e4m3 pages are read in place
-FEW_FP8_LINES = 512
+# (row, group) pairs of a step up to which the kernel of decode is faster over e4m3 pages
+FEW_FP8_LINES = 256
+
+
+class Fp8Way(StrEnum):
+    """How block attention reads e4m3 pages."""
+
+    DECODE = "decode"
+    UNIONS = "unions"
+    WIDENED = "widened"
+
+
+def choose_fp8_way(num_tokens: int, pages: Fp8Pages, rows: PagedRows) -> Fp8Way:
+    """What was fastest for a step that is no decode step, by sizes alone."""
+    _, groups, page_tokens, _ = pages.k_PGBD.shape
+    if num_tokens * groups <= FEW_FP8_LINES:
+        return Fp8Way.DECODE
+    # where few rows share a page, or a copy has no room, pages are widened as they are read
+    is_chunk = num_tokens >= AttendPolicy().min_key_major_rows
+    return Fp8Way.WIDENED if is_chunk and pays_to_widen(rows, page_tokens) else Fp8Way.UNIONS
 
 
 class CudaMsa:
@@ -78,13 +97,26 @@ class CudaMsa:
         if pages.k_PGBD.dtype != torch.float8_e4m3fn:
             return arm.block_attention(q_THD, pages, blocks_GTK, rows, scale)
         fp8 = Fp8Pages(pages.k_PGBD, pages.v_PGBD, None, None)
-        # a few rows are faster if each widens what it reads than if all that they read is copied
-        is_short = q_THD.shape[0] * pages.k_PGBD.shape[1] <= FEW_FP8_LINES
-        can_widen = pays_to_widen(rows, pages.k_PGBD.shape[2])
-        if arm is self.decode or is_short or not can_widen:
-            return self.decode.block_attention_fp8(q_THD, fp8, blocks_GTK, rows, scale)
-        attend = self.prefill.block_attention
-        return block_attention_fp8(attend, q_THD, fp8, blocks_GTK, rows, scale)
+        way = Fp8Way.DECODE if arm is self.decode else choose_fp8_way(q_THD.shape[0], fp8, rows)
+        return self.block_attention_fp8(q_THD, fp8, blocks_GTK, rows, scale, way=way)
+
+    def block_attention_fp8(
+        self,
+        q_THD: Tensor,
+        pages: Fp8Pages,
+        blocks_GTK: Tensor,
+        rows: PagedRows,
+        scale: float,
+        *,
+        way: Fp8Way,
+    ) -> Tensor:
+        """Attention over e4m3 pages, the way given."""
+        inputs = (q_THD, pages, blocks_GTK, rows, scale)
+        if way is Fp8Way.DECODE:
+            return self.decode.block_attention_fp8(*inputs)
+        if way is Fp8Way.UNIONS:
+            return self.prefill.block_attention_fp8(*inputs)
+        return block_attention_fp8(self.prefill.block_attention, *inputs)
 
     def _arm(self, groups: int, rows: PagedRows) -> CudaDecode | CudaPrefill:
         return self.decode if self.decode.serves(groups, rows) else self.prefill

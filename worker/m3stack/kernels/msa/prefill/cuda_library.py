@@ -17,6 +17,7 @@ SOURCES = (
     "msa_prefill_rank.cu",
     "msa_prefill_union_lists.cu",
     "msa_prefill_union.cu",
+    "msa_prefill_union_e4m3.cu",
     "msa_prefill_kv_invert.cu",
     "msa_prefill_kv_attend.cu",
 )
@@ -95,16 +96,22 @@ class PrefillLibrary:
                 f"MSA prefill kernels are built for sm_90a; this device is sm_{capability[0]}"
                 f"{capability[1]} ({torch.cuda.get_device_name()})"
             )
-        self._library = load_library("msa_prefill", SOURCES)
         own = torch.cuda.get_device_properties(torch.cuda.current_device())
-        self.num_processors = own.multi_processor_count
-        self._declare("m3_encode_map", c_void_p, c_void_p, c_int, c_void_p, c_void_p, c_void_p)
+        self._bind(load_library("msa_prefill", SOURCES), own.multi_processor_count)
+
+    def _bind(self, library: ctypes.CDLL, num_processors: int) -> None:
+        self._library, self.num_processors = library, num_processors
+        self._declare(
+            "m3_encode_map", c_void_p, c_void_p, c_int, c_int, c_void_p, c_void_p, c_void_p
+        )
         self._declare("m3_prefill_plan", POINTER(ScoreArguments), c_void_p)
         self._declare("m3_prefill_score", POINTER(ScoreArguments), c_void_p, c_void_p)
         self._declare("m3_prefill_rank", POINTER(ScoreArguments), c_void_p)
         self._declare("m3_prefill_build_unions", POINTER(AttendArguments), c_void_p)
         attend = (c_void_p, c_int, c_void_p)
         self._declare("m3_prefill_attend_unions", POINTER(AttendArguments), *attend)
+        coded = (c_void_p, c_void_p, c_void_p, c_int, c_void_p)
+        self._declare("m3_prefill_attend_coded_unions", POINTER(AttendArguments), *coded)
         self._declare("m3_prefill_invert", POINTER(InvertArguments), c_void_p)
         self._declare("m3_prefill_attend_key_major", POINTER(InvertArguments), *attend)
 
@@ -113,8 +120,13 @@ class PrefillLibrary:
         function.argtypes = list(types)
         function.restype = c_int
 
+    def _stream(self) -> int:
+        return torch.cuda.current_stream().cuda_stream
+
     def encode(self, tensors: Sequence[tuple[Tensor, tuple[int, ...]]]) -> TensorMaps:
-        """Maps of bf16 tensors with their copy boxes, box sizes outermost first like the shape.
+        """Maps of tensors with their copy boxes, box sizes outermost first like the shape.
+
+        Elements are bf16 or of one byte; a row of a box has 128 bytes.
 
         Raises:
             LaunchError: the driver refused a map, for instance an unaligned stride.
@@ -124,12 +136,12 @@ class PrefillLibrary:
             rank = tensor.dim()
             sizes = (ctypes.c_uint64 * rank)(*reversed(tensor.shape))
             strides = (ctypes.c_uint64 * (rank - 1))(
-                *(2 * stride for stride in reversed(tensor.stride()[:-1]))
+                *(tensor.itemsize * stride for stride in reversed(tensor.stride()[:-1]))
             )
             boxes = (ctypes.c_uint32 * rank)(*reversed(box))
             address = maps.address + index * MAP_BYTES
             code = self._library.m3_encode_map(
-                address, tensor.data_ptr(), rank, sizes, strides, boxes
+                address, tensor.data_ptr(), tensor.itemsize, rank, sizes, strides, boxes
             )
             if code != 0:
                 raise LaunchError(
@@ -143,7 +155,6 @@ class PrefillLibrary:
         Raises:
             LaunchError: the runtime refused one.
         """
-        stream = torch.cuda.current_stream().cuda_stream
-        code = getattr(self._library, name)(byref(arguments), *more, stream)
+        code = getattr(self._library, name)(byref(arguments), *more, self._stream())
         if code != 0:
             raise LaunchError(f"{name}: CUDA error {code}")

@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from m3stack.kernels.interface import LayerPages, PagedRows
+from m3stack.kernels.msa.decode.fp8_pages import Fp8Pages
 from m3stack.kernels.msa.prefill.cuda_library import (
     AttendArguments,
     InvertArguments,
@@ -17,23 +18,22 @@ from m3stack.kernels.msa.prefill.cuda_library import (
     ScoreArguments,
     TensorMaps,
 )
+from m3stack.kernels.msa.prefill.limits import (
+    BLOCK_TOKENS,
+    HEAD_DIM,
+    HEADS_PER_GROUP,
+    MAX_CHOSEN,
+    SCORE_TILE_ROWS,
+    check_attention,
+    check_choice,
+    row_fields,
+)
 
-BLOCK_TOKENS = 128
-HEAD_DIM = 128
-HEADS_PER_GROUP = 16
-MAX_CHOSEN = 16
-SCORE_TILE_ROWS = 256
 CHUNK_ROWS = 128
 PIECE_TOKENS = 64
 SLICE_BUCKETS = 1024
 PIECE_WORDS = 8
 COUNTERS = 8
-# a block id shares a word with the bits of eight tokens
-MAX_BLOCKS_OF_SEQUENCE = 1 << 24
-
-
-class UnsupportedShapeError(ValueError):
-    """The prefill kernels do not serve this shape; the message names the value and the limit."""
 
 
 class Arm(IntEnum):
@@ -129,11 +129,17 @@ class ScoredTiles:
 class CudaPrefill:
     """The two prefill operations, bound to one built library."""
 
-    def __init__(self, library: PrefillLibrary, policy: AttendPolicy | None = None) -> None:
+    def __init__(
+        self,
+        library: PrefillLibrary,
+        policy: AttendPolicy | None = None,
+        *,
+        device: torch.device | str = "cuda",
+    ) -> None:
         self.library = library
         self.policy = policy or AttendPolicy()
         # summed on the device by every run
-        self._totals_2 = torch.zeros(2, dtype=torch.int64, device="cuda")
+        self._totals_2 = torch.zeros(2, dtype=torch.int64, device=device)
 
     def overlap(self) -> Overlap:
         """Counters of all runs of the union lists so far. Waits for the device."""
@@ -163,7 +169,7 @@ class CudaPrefill:
         Raises:
             UnsupportedShapeError: a shape, dtype or stride outside the limits above.
         """
-        _check_choice(index_q_TGD, index_k_PBD, num_blocks, num_local_blocks)
+        check_choice(index_q_TGD, index_k_PBD, num_blocks, num_local_blocks)
         num_tokens, groups, _ = index_q_TGD.shape
         chosen_GTK = torch.empty(
             groups, num_tokens, num_blocks, dtype=torch.int32, device=index_q_TGD.device
@@ -188,7 +194,7 @@ class CudaPrefill:
         Raises:
             UnsupportedShapeError: as `choose_blocks`.
         """
-        _check_choice(index_q_TGD, index_k_PBD, num_blocks, num_local_blocks)
+        check_choice(index_q_TGD, index_k_PBD, num_blocks, num_local_blocks)
         num_tokens, groups, _ = index_q_TGD.shape
         device = index_q_TGD.device
         num_sequences = rows.seq_lens_S.shape[0]
@@ -212,7 +218,7 @@ class CudaPrefill:
             num_workers=workers,
             num_blocks=num_blocks,
             num_local=num_local_blocks,
-            **_row_fields(rows),
+            **row_fields(rows),
         )
         maps = self.library.encode([(index_k_PBD, (1, BLOCK_TOKENS, 64))])
         self.library.launch("m3_prefill_plan", arguments)
@@ -230,12 +236,11 @@ class CudaPrefill:
             UnsupportedShapeError: a shape, dtype or stride outside the limits above.
         """
         groups, heads = blocks_GTK.shape[0], q_THD.shape[1]
-        if 0 < heads < groups * HEADS_PER_GROUP and heads % groups == 0:
+        if _has_idle_heads(groups, heads):
             full_THD = _with_idle_heads(q_THD, groups)
             out_THD = self.block_attention(full_THD, pages, blocks_GTK, rows, scale)
-            by_group = out_THD.unflatten(1, (groups, HEADS_PER_GROUP))
-            return by_group[:, :, : heads // groups].flatten(1, 2)
-        _check_attention(q_THD, pages, blocks_GTK)
+            return _without_idle_heads(out_THD, groups, heads)
+        check_attention(q_THD, pages, blocks_GTK)
         out_THD = torch.empty_like(q_THD, memory_format=torch.contiguous_format)
         num_tokens = q_THD.shape[0]
         if num_tokens == 0:
@@ -252,6 +257,46 @@ class CudaPrefill:
             self.library.launch("m3_prefill_attend_unions", arguments, maps.address, workers)
         if arm != Arm.UNION:
             self._attend_key_major(q_THD, pages, rows, arguments)
+        return out_THD
+
+    def block_attention_fp8(
+        self, q_THD: Tensor, pages: Fp8Pages, blocks_GTK: Tensor, rows: PagedRows, scale: float
+    ) -> Tensor:
+        """The same over e4m3 pages, widened as they load, by query tiles whatever their overlap.
+
+        Bit for bit what `Arm.UNION` gives over bf16 pages of the same content.
+
+        Raises:
+            UnsupportedShapeError: a shape, dtype or stride outside the limits above.
+        """
+        groups, heads = blocks_GTK.shape[0], q_THD.shape[1]
+        if _has_idle_heads(groups, heads):
+            full_THD = _with_idle_heads(q_THD, groups)
+            out_THD = self.block_attention_fp8(full_THD, pages, blocks_GTK, rows, scale)
+            return _without_idle_heads(out_THD, groups, heads)
+        check_attention(q_THD, pages, blocks_GTK)
+        out_THD = torch.empty_like(q_THD, memory_format=torch.contiguous_format)
+        if len(q_THD) == 0:
+            return out_THD
+        arguments = self._arguments(blocks_GTK, rows, Arm.UNION)
+        arguments.out, arguments.scale = out_THD.data_ptr(), scale
+        unions = self._list_unions(arguments, q_THD.device)
+        page_box = (1, 1, BLOCK_TOKENS, HEAD_DIM)
+        maps = self.library.encode(
+            [
+                (q_THD, (arguments.tile_tokens, HEADS_PER_GROUP, 64)),
+                (pages.k_PGBD, page_box),
+                (pages.v_PGBD, page_box),
+            ]
+        )
+        scales = [
+            None if scale_PG is None else scale_PG.data_ptr()
+            for scale_PG in (pages.k_scale_PG, pages.v_scale_PG)
+        ]
+        workers = min(self.library.num_processors, unions.sizes_GN.numel())
+        self.library.launch(
+            "m3_prefill_attend_coded_unions", arguments, maps.address, *scales, workers
+        )
         return out_THD
 
     def list_unions(self, blocks_GTK: Tensor, rows: PagedRows) -> UnionLists:
@@ -286,7 +331,7 @@ class CudaPrefill:
             tile_tokens=tile_tokens,
             arm=int(arm),
             load_limit=round(1024 * self.policy.load_limit),
-            **_row_fields(rows),
+            **row_fields(rows),
         )
 
     def _list_unions(self, arguments: AttendArguments, device: torch.device) -> UnionLists:
@@ -331,11 +376,20 @@ class CudaPrefill:
             self.library.launch("m3_prefill_attend_key_major", arguments, maps.address, workers)
 
 
+def _has_idle_heads(groups: int, heads: int) -> bool:
+    return 0 < heads < groups * HEADS_PER_GROUP and heads % groups == 0
+
+
 def _with_idle_heads(q_THD: Tensor, groups: int) -> Tensor:
     """Queries of 16 heads a group, those that are not there zero."""
     by_group = q_THD.unflatten(1, (groups, -1))
     missing = HEADS_PER_GROUP - by_group.shape[2]
     return functional.pad(by_group, (0, 0, 0, missing)).flatten(1, 2)
+
+
+def _without_idle_heads(out_THD: Tensor, groups: int, heads: int) -> Tensor:
+    by_group = out_THD.unflatten(1, (groups, HEADS_PER_GROUP))
+    return by_group[:, :, : heads // groups].flatten(1, 2)
 
 
 def _key_major_lists(
@@ -385,56 +439,3 @@ def _invert_arguments(
         num_chunks=lists.counts.shape[0],
         num_slices=lists.slices.shape[0] - 1,
     )
-
-
-def _row_fields(rows: PagedRows) -> dict[str, int]:
-    for name in ("query_start_S1", "seq_lens_S", "page_table_SJ"):
-        tensor = getattr(rows, name)
-        if tensor.dtype != torch.int32 or (tensor.numel() and tensor.stride(-1) != 1):
-            raise UnsupportedShapeError(f"{name} must be int32 and contiguous: {tensor.dtype}")
-    if rows.max_seq_len > MAX_BLOCKS_OF_SEQUENCE * BLOCK_TOKENS:
-        raise UnsupportedShapeError(f"sequence of {rows.max_seq_len} tokens, at most 2^31")
-    return {
-        "query_start": rows.query_start_S1.data_ptr(),
-        "seq_lens": rows.seq_lens_S.data_ptr(),
-        "page_table": rows.page_table_SJ.data_ptr(),
-        "num_sequences": rows.seq_lens_S.shape[0],
-        "table_pitch": rows.page_table_SJ.stride(0),
-    }
-
-
-def _check_choice(
-    index_q_TGD: Tensor, index_k_PBD: Tensor, num_blocks: int, num_local_blocks: int
-) -> None:
-    if index_q_TGD.dtype != torch.bfloat16 or index_k_PBD.dtype != torch.bfloat16:
-        raise UnsupportedShapeError(f"bf16 only, not {index_q_TGD.dtype} and {index_k_PBD.dtype}")
-    if index_k_PBD.shape[1:] != (BLOCK_TOKENS, HEAD_DIM) or index_q_TGD.shape[2] != HEAD_DIM:
-        raise UnsupportedShapeError(
-            f"pages of {BLOCK_TOKENS} x {HEAD_DIM} only: {tuple(index_k_PBD.shape)}, "
-            f"queries {tuple(index_q_TGD.shape)}"
-        )
-    if not index_q_TGD.is_contiguous() or index_k_PBD.stride(2) != 1:
-        raise UnsupportedShapeError("index queries must be contiguous, index keys along a row")
-    if not 1 <= num_local_blocks <= num_blocks <= MAX_CHOSEN:
-        raise UnsupportedShapeError(
-            f"1 <= local blocks <= blocks <= {MAX_CHOSEN}: {num_local_blocks}, {num_blocks}"
-        )
-
-
-def _check_attention(q_THD: Tensor, pages: LayerPages, blocks_GTK: Tensor) -> None:
-    groups, num_tokens, num_blocks = blocks_GTK.shape
-    k_PGBD, v_PGBD = pages.k_PGBD, pages.v_PGBD
-    if {q_THD.dtype, k_PGBD.dtype, v_PGBD.dtype} != {torch.bfloat16}:
-        raise UnsupportedShapeError(f"bf16 only, not {q_THD.dtype} and {k_PGBD.dtype}")
-    if q_THD.shape != (num_tokens, groups * HEADS_PER_GROUP, HEAD_DIM):
-        raise UnsupportedShapeError(
-            f"queries {tuple(q_THD.shape)} for {groups} groups of {HEADS_PER_GROUP} heads x "
-            f"{HEAD_DIM} and {num_tokens} rows"
-        )
-    for pool in (k_PGBD, v_PGBD):
-        if pool.shape[1:] != (groups, BLOCK_TOKENS, HEAD_DIM) or pool.stride(3) != 1:
-            raise UnsupportedShapeError(f"pages must be 128 x 128: {tuple(pool.shape)}")
-    if blocks_GTK.dtype != torch.int32 or not blocks_GTK.is_contiguous():
-        raise UnsupportedShapeError("chosen blocks must be contiguous int32")
-    if q_THD.stride(2) != 1 or num_blocks > MAX_CHOSEN:
-        raise UnsupportedShapeError(f"at most {MAX_CHOSEN} blocks a row: {num_blocks}")
