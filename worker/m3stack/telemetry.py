@@ -11,8 +11,13 @@ from m3stack.errors import ErrorKind
 from m3stack.types import FinishReason, Load
 
 # one bucket edge at least every factor two where users compare numbers
-_QUEUE_BUCKETS_S = (0.001, 0.005, 0.02, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 300)
-_FIRST_TOKEN_BUCKETS_S = (0.01, 0.025, 0.05, 0.1, 0.2, 0.4, 0.8, 1.5, 3, 6, 12, 30, 60, 180, 600)
+# to the half hour after which a gateway gives up: prompts of a million tokens wait for each other
+_QUEUE_BUCKETS_S = (
+    0.001, 0.005, 0.02, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600, 1800,
+)  # fmt: skip
+_FIRST_TOKEN_BUCKETS_S = (
+    0.01, 0.025, 0.05, 0.1, 0.2, 0.4, 0.8, 1.5, 3, 6, 12, 30, 60, 120, 300, 600, 1800,
+)  # fmt: skip
 _INTER_TOKEN_BUCKETS_S = (
     0.001,
     0.0025,
@@ -32,9 +37,12 @@ _INTER_TOKEN_BUCKETS_S = (
     2,
     5,
 )
-_STEP_BUCKETS_S = (0.001, 0.002, 0.004, 0.008, 0.016, 0.032, 0.064, 0.128, 0.256, 0.512, 1, 2, 5)
+_STEP_BUCKETS_S = (
+    0.001, 0.002, 0.004, 0.008, 0.016, 0.032, 0.064, 0.128, 0.256, 0.512, 1, 2, 5, 15, 60,
+)  # fmt: skip
 _STEP_SEQUENCE_BUCKETS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 512)
 _STEP_TOKEN_BUCKETS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
+_PROMPT_TOKEN_BUCKETS = tuple(1 << power for power in range(6, 21))
 _VISION_PATCH_BUCKETS = (64, 256, 1024, 2048, 4096, 8192, 16384, 32768, 65536, 131072)
 
 OUTCOMES = (
@@ -71,6 +79,12 @@ class WorkerMetrics:
         )
         self._prompt_tokens = Counter(
             "m3stack_worker_prompt_tokens", "Prompt tokens of started requests.", registry=reg
+        )
+        self._request_prompt = Histogram(
+            "m3stack_worker_request_prompt_tokens",
+            "Prompt tokens of a started request.",
+            buckets=_PROMPT_TOKEN_BUCKETS,
+            registry=reg,
         )
         self._cached_tokens = Counter(
             "m3stack_worker_cached_prompt_tokens",
@@ -262,6 +276,7 @@ class WorkerMetrics:
     ) -> None:
         self._queue.observe(queue_s)
         self._prompt_tokens.inc(prompt_tokens)
+        self._request_prompt.observe(prompt_tokens)
         self._cached_tokens.inc(cached_tokens)
         self._uncached_tokens.inc(prompt_tokens - cached_tokens)
         self._host_tokens.inc(host_tokens)

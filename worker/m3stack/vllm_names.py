@@ -29,6 +29,7 @@ _ALIASES = (
     _Alias("time_to_first_token_seconds", "time_to_first_token_seconds", "histogram"),
     _Alias("inter_token_seconds", "inter_token_latency_seconds", "histogram"),
     _Alias("queue_seconds", "request_queue_time_seconds", "histogram"),
+    _Alias("request_prompt_tokens", "request_prompt_tokens", "histogram"),
 )
 _SUFFIXES = {"gauge": ("",), "counter": ("_total",), "histogram": ("_bucket", "_sum", "_count")}
 _OURS = "m3stack_worker_"
