@@ -98,6 +98,10 @@ def test_divided_models_are_held_to_the_undivided_one() -> None:
     assert are_equal([whole, whole | {"relative_error": 0.02, "equal_tokens": 5}])
     assert not are_equal([whole, whole | {"relative_error": 0.021}])
     assert not are_equal([whole, whole | {"relative_error": float("nan")}])
+    replayed = {"kind": "replayed", "relative_error": 0.02, "replays": 3}
+    assert are_equal([whole, replayed])
+    assert not are_equal([whole, replayed | {"replays": 0}])
+    assert not are_equal([whole, replayed | {"relative_error": 0.021}])
     exact = {"kind": "equality", "relative_error": 1e-7, "equal_tokens": 8, "tokens": 8}
     assert are_equal([exact, exact | {"relative_error": 9e-6}])
     assert not are_equal([exact, exact | {"equal_tokens": 7}])

@@ -68,6 +68,38 @@ def test_replayed_steps_equal_plain_ones(dtype: torch.dtype) -> None:
     assert graphs.num_bytes < 1 << 30
 
 
+def test_a_recording_that_fails_leaves_the_device_as_it_was() -> None:
+    device = torch.device("cuda")
+    recorder, x = CudaRecorder(device), torch.ones(1 << 20, device=device)
+    before, stream = torch.cuda.memory_reserved(device), torch.cuda.current_stream(device)
+
+    def waits() -> torch.Tensor:
+        return (x + 1) * float((2 * x).sum().item())
+
+    def breaks() -> torch.Tensor:
+        x.add(1)
+        raise ValueError("not the device's fault")
+
+    for run, error in ((waits, torch.AcceleratorError), (breaks, ValueError)):
+        # every later one would fail as well, were anything left of the first
+        for _ in range(2):
+            recorder.warm_up(lambda: x + 1)
+            with pytest.raises(error):
+                recorder.record(run)
+            torch.cuda.synchronize(device)
+            assert torch.cuda.current_stream(device) == stream
+            assert 0 <= float(torch.rand((), device=device)) < 1
+    made = recorder.record(lambda: x + 1)
+    x.fill_(4)
+    assert bool((made.replay() == 5).all())
+    made.release()
+    freed = torch.empty(256 << 20, dtype=torch.uint8, device=device)
+    del freed
+    torch.cuda.empty_cache()
+    # pages of a few recordings, and not the large one
+    assert torch.cuda.memory_reserved(device) - before < 128 << 20
+
+
 def assembly(**changes: object) -> Assembly:
     settings = WorkerConfig(
         model_path=str(TINY),

@@ -13,7 +13,7 @@ import logging
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -289,6 +289,8 @@ class CudaRecorder:
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._pool = torch.cuda.graph_pool_handle()
+        self._stream = torch.cuda.Stream(device)
+        self._nothing = torch.zeros(1, device=device)
 
     def warm_up(self, run: Callable[[], Tensor]) -> None:
         side = torch.cuda.Stream(self._device)
@@ -298,13 +300,43 @@ class CudaRecorder:
         torch.cuda.current_stream(self._device).wait_stream(side)
 
     def record(self, run: Callable[[], Tensor]) -> Recording:
-        # a capture begins by giving back what is free: that must not count against what it takes
+        # what is free is given back, for the recording to take it, and so as not to be counted
         torch.cuda.synchronize(self._device)
         torch.cuda.empty_cache()
         before = torch.cuda.memory_reserved(self._device)
-        graph = torch.cuda.CUDAGraph()
-        # other threads may use the device meanwhile, as whoever reads its counters does
-        with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
-            output = run()
+        graph, output = self._captured(run, self._pool)
         num_bytes = max(0, torch.cuda.memory_reserved(self._device) - before)
         return _CudaRecording(graph, output, num_bytes)
+
+    def _captured(
+        self, run: Callable[[], Tensor], pool: Any
+    ) -> tuple[torch.cuda.CUDAGraph, Tensor]:
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.stream(self._stream):
+            # other threads may use the device meanwhile, as whoever reads its counters does
+            graph.capture_begin(pool, capture_error_mode="thread_local")
+            try:
+                output = run()
+            except BaseException:
+                self._break_off(graph, pool)
+                raise
+            graph.capture_end()
+        return graph, output
+
+    def _break_off(self, graph: torch.cuda.CUDAGraph, pool: Any) -> None:
+        """Leaves stream, allocator and random numbers as they were before a capture that failed.
+
+        `capture_end` stops half way where the capture is no longer valid.
+        Source: torch 2.11, aten/src/ATen/cuda/CUDAGraph.cpp.
+        """
+        try:
+            graph.capture_end()
+        except RuntimeError:
+            # torch has no public name for it
+            torch._C._cuda_endAllocateToPool(self._device.index or 0, pool)
+            # what else is told of a capture's end hears of the end of the next one
+            self._pool = torch.cuda.graph_pool_handle()
+            whole, _ = self._captured(self._nothing.zero_, torch.cuda.graph_pool_handle())
+            whole.reset()
+        else:
+            graph.reset()

@@ -6,6 +6,7 @@ messages to the other ranks, sampling and delivery in it.
 
 from __future__ import annotations
 
+import gc
 import json
 import statistics
 import tempfile
@@ -99,6 +100,7 @@ def run_engines(
                 print(row, flush=True)
                 document = {"command": command, "rows": rows}
                 (out / JSON_NAME).write_text(json.dumps(document, indent=1) + "\n")
+            _forget()
     return rows
 
 
@@ -169,6 +171,13 @@ def _running(config: WorkerConfig) -> Iterator[tuple[Assembly, WorkerMetrics, Cr
         assembly.constraints.close()
         if assembly.group is not None:
             assembly.group.stop()
+
+
+def _forget() -> None:
+    """Gives back what an engine has held: the next one has no room beside it."""
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
 
 
 def _gaps_ms(

@@ -18,14 +18,18 @@ from m3stack.bench.multi_gpu.arms import Arm, BenchMesh
 from m3stack.bench.multi_gpu.shards import divided_model, page_shape, random_pool
 from m3stack.bench.multi_gpu.steps import Stopwatch, relative_error, step
 from m3stack.cache.pool import KvPool
+from m3stack.engine.graphs import CudaRecorder, DecodeGraphs
 from m3stack.kernels.interface import Kernels
 from m3stack.layers import Place
 from m3stack.models.minimax_m3.config import M3Config
 from m3stack.models.minimax_m3.index_parts import IndexParts
 from m3stack.models.minimax_m3.model import M3Model
 from m3stack.models.minimax_m3.ranks import Rank
+from m3stack.parallel import LeadersWord
 
 Row = dict[str, Any]
+
+REPLAYED_STEPS = 12
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,6 +75,12 @@ class Answer:
 
     tokens: tuple[int, ...]
     logits_SV: Tensor
+
+
+def _everybody() -> dist.ProcessGroup:
+    group = dist.group.WORLD
+    assert group is not None
+    return group
 
 
 class _Skipped(nn.Module):
@@ -133,6 +143,37 @@ class ArmBench:
             "relative_error": statistics.median(errors),
             "largest_error": max(errors),
         }
+
+    def replayed(self) -> Row:
+        """How far decode steps replayed on all ranks are from the same ones as they come."""
+        device, longest = self._machine.place.device, self._sizes.prompt_tokens
+        graphs = DecodeGraphs(
+            self._model.forward,
+            self._pool.layers,
+            record=CudaRecorder(device),
+            page_tokens=self._config.block_tokens,
+            max_sequences=4,
+            budget_bytes=1 << 30,
+            agree=None if self._machine.group is None else LeadersWord(_everybody()).most,
+        )
+        errors: list[float] = []
+        with torch.inference_mode():
+            for number in range(REPLAYED_STEPS):
+                # three rows, where four are recorded
+                batch = self._step(1, [longest + number, longest // 2 + number, longest // 3])
+                plain = self._model.forward(batch, self._pool.layers)
+                errors.append(relative_error(graphs(batch, self._pool.layers), plain))
+        row = {
+            "kind": "replayed",
+            "arm": self._arm.name,
+            "steps": len(errors),
+            "replays": graphs.num_replays,
+            "relative_error": statistics.median(errors[-graphs.num_replays :]),
+            "recorded_bytes": graphs.num_bytes,
+        }
+        # the group cannot be closed while a recording holds it
+        graphs.release()
+        return row
 
     def timed_rows(self) -> Iterator[Row]:
         """Everything that is timed."""

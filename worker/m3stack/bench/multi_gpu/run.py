@@ -77,7 +77,11 @@ def run_rank(rank: int, options: Options, command: str) -> None:
     truth = _truth(machine, config, sizes)
     for arm in arms_of(options.world):
         if arm.ranks <= options.world and _is_time_left(machine, options):
-            keep(ArmBench(arm, config, sizes, machine).compared(truth))
+            bench = ArmBench(arm, config, sizes, machine)
+            keep(bench.compared(truth))
+            if machine.place.device.type == "cuda":
+                keep(bench.replayed())
+            del bench
             _forget(machine)
     for arm in _timed_arms(options):
         if not _is_time_left(machine, options):
