@@ -10,11 +10,12 @@ import torch
 
 pytest.importorskip("triton")
 
+from m3stack.bench.kernels.batches import BatchShape, make_batch
 from m3stack.kernels import select, self_check
-from m3stack.kernels.attention import with_flashinfer, with_torch
+from m3stack.kernels.attention import reference, with_flashinfer, with_torch
 from m3stack.kernels.build import CompilerMissingError, KernelUnavailableError, find_compiler
 from m3stack.kernels.gpu_back_ends import decode_apart
-from m3stack.kernels.interface import LayerPages, PagedRows
+from m3stack.kernels.interface import HostLengths, LayerPages, PagedRows
 from m3stack.kernels.msa.with_cuda import refuse_other_models
 from m3stack.kernels.reference_table import reference_kernels
 from m3stack.kernels.select import BackEnd, build_kernels
@@ -235,3 +236,37 @@ def test_steps_of_one_row_a_sequence_have_an_operation_of_their_own() -> None:
     for longest, expected in ((1, 0.0), (2, 1.0)):
         rows = PagedRows(torch.empty(0), torch.empty(0), torch.empty(0), longest, 9)
         assert both(torch.empty(0), pages, rows, 1.0).item() == expected
+
+
+@pytest.mark.parametrize("counts", [(1, 1, 7, 1, 3), (1, 5), (4, 1), (2,), (1, 1, 2)])
+def test_rows_of_one_token_before_prompts_are_attended_to_apart(counts: tuple[int, ...]) -> None:
+    shape = BatchShape(seq_lens=tuple(130 + 90 * n for n in range(len(counts))), num_rows=counts)
+    batch = make_batch(shape, device="cpu", seed=3)
+    starts, lens = batch.rows.query_start_S1, batch.rows.seq_lens_S
+    rows = dataclasses.replace(batch.rows, host=HostLengths(starts, lens))
+    seen: list[tuple[str, PagedRows]] = []
+
+    def named(name: str):
+        def run(q: torch.Tensor, pages: LayerPages, rows: PagedRows, scale: float) -> torch.Tensor:
+            seen.append((name, rows))
+            return reference.paged_attention(q, pages, rows, scale)
+
+        return run
+
+    both = decode_apart(named("decode"), named("other"))
+    q_THD, scale = batch.q_THD.float(), 128**-0.5
+    pages = LayerPages(batch.pages.k_PGBD.float(), batch.pages.v_PGBD.float(), None)
+    expected = reference.paged_attention(q_THD, pages, rows, scale)
+    for _ in range(2):
+        torch.testing.assert_close(both(q_THD, pages, rows, scale), expected)
+    single = next((place for place, count in enumerate(counts) if count > 1), len(counts))
+    assert [name for name, _ in seen] == (["decode", "other"] if single else ["other"]) * 2
+    # the second layer comes with the rows that the first was planned for
+    assert all(
+        one is other for (_, one), (_, other) in zip(seen, seen[len(seen) // 2 :], strict=False)
+    )
+    if single:
+        assert seen[0][1].seq_lens_S.tolist() == lens[:single].tolist()
+        behind = seen[1][1]
+        assert behind.host is not None
+        assert behind.host.query_start_S1.tolist() == behind.query_start_S1.tolist()

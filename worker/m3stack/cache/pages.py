@@ -45,6 +45,13 @@ class PageAllocator:
         assert self._owners[page] > 0, f"page {page} has no owner to share with"
         self._owners[page] += 1
 
+    def share_all(self, pages: Iterable[int]) -> None:
+        """Adds an owner to each of some owned pages."""
+        owners = self._owners
+        for page in pages:
+            assert owners[page] > 0, f"page {page} has no owner to share with"
+            owners[page] += 1
+
     def give_back(self, page: int) -> int:
         """Removes an owner and returns how many are left; without owners the page is free."""
         left = self._owners[page] - 1

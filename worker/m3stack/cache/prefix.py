@@ -202,12 +202,17 @@ class PrefixCache:
 
     def match(self, keys: Sequence[bytes]) -> list[int]:
         """Device pages of the longest known prefix of a key chain, now owned by the caller too."""
-        found: list[int] = []
+        page_of, found = self._page_of, list[int]()
+        # a prompt of a million tokens has thousands of pages, and others wait meanwhile
         for key in keys:
-            page = self._share(key)
+            page = page_of.get(key)
             if page is None:
                 break
             found.append(page)
+        self._pages.share_all(found)
+        if self._idle:
+            for page in found:
+                self._idle.pop(page, None)
         return found
 
     def fetch(self, key: bytes) -> tuple[int, bool] | None:

@@ -10,6 +10,7 @@ from torch import Tensor
 from m3stack.kernels.attention import with_flashinfer, with_torch
 from m3stack.kernels.build import KernelUnavailableError
 from m3stack.kernels.interface import LayerPages, PagedAttention, PagedRows
+from m3stack.kernels.paged_rows import split_single_rows
 from m3stack.kernels.shape import KernelShape
 
 try:
@@ -38,15 +39,31 @@ def flashinfer_operations(shape: KernelShape, device: torch.device) -> dict[str,
 
 
 def decode_apart(decode: PagedAttention, other: PagedAttention) -> PagedAttention:
-    """One operation of two: `decode` for steps of one row a sequence, which may be recorded.
+    """One operation of two: `decode` for sequences of one row, `other` for longer ones.
 
-    FlashInfer plans on the host, which has to wait for lengths from the device and cannot be part
-    of a CUDA graph.
+    FlashInfer plans on the host, which cannot be part of a CUDA graph, and its tiles of 128 rows
+    hold one row of such a sequence: behind long contexts those rows then take longer than the
+    prompts beside them. They stand first in a step; where the host does not know its lengths, a
+    step that has both is left to `other`.
     """
+    # all layers of a step come with the same rows, and a plan belongs to the rows it was made for
+    latest: tuple[PagedRows, tuple[int, PagedRows, PagedRows] | None] | None = None
 
     def paged_attention(q_THD: Tensor, pages: LayerPages, rows: PagedRows, scale: float) -> Tensor:
-        run = decode if rows.max_query_len == 1 else other
-        return run(q_THD, pages, rows, scale)
+        nonlocal latest
+        if rows.max_query_len == 1:
+            return decode(q_THD, pages, rows, scale)
+        if latest is None or latest[0] is not rows:
+            latest = rows, split_single_rows(rows)
+        if latest[1] is None:
+            return other(q_THD, pages, rows, scale)
+        count, single, longer = latest[1]
+        return torch.cat(
+            [
+                decode(q_THD[:count], pages, single, scale),
+                other(q_THD[count:], pages, longer, scale),
+            ]
+        )
 
     return paged_attention
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from m3stack.kernels.interface import PagedRows
+from m3stack.kernels.interface import HostLengths, PagedRows
 
 TILE_VALUES = 1 << 21
 """Largest intermediate of a tile, in values: 8 MiB of fp32, near what caches hold."""
@@ -123,3 +123,36 @@ def sequences(rows: PagedRows, block: int) -> Iterator[tuple[int, int, int, Tens
 def positions(first: int, last: int, seq_len: int, device: torch.device) -> Tensor:
     """Absolute positions int64 [last - first] of a sequence's rows."""
     return torch.arange(seq_len - (last - first), seq_len, device=device)
+
+
+def split_single_rows(rows: PagedRows) -> tuple[int, PagedRows, PagedRows] | None:
+    """The sequences of one row that a step begins with, and those behind them; waits for nothing.
+
+    Returns:
+        How many the former are, and the rows of both; None if one part would be empty, or if the
+        host does not know the lengths.
+    """
+    if rows.host is None:
+        return None
+    starts_S1, lens_S = rows.host.query_start_S1, rows.host.seq_lens_S
+    longer = (starts_S1.diff() != 1).nonzero()
+    count = int(longer[0]) if len(longer) else len(lens_S)
+    if count in (0, len(lens_S)):
+        return None
+    single = PagedRows(
+        query_start_S1=rows.query_start_S1[: count + 1],
+        seq_lens_S=rows.seq_lens_S[:count],
+        page_table_SJ=rows.page_table_SJ[:count],
+        max_query_len=1,
+        max_seq_len=int(lens_S[:count].max()),
+        host=HostLengths(starts_S1[: count + 1], lens_S[:count]),
+    )
+    others = PagedRows(
+        query_start_S1=rows.query_start_S1[count:] - count,
+        seq_lens_S=rows.seq_lens_S[count:],
+        page_table_SJ=rows.page_table_SJ[count:],
+        max_query_len=rows.max_query_len,
+        max_seq_len=int(lens_S[count:].max()),
+        host=HostLengths(starts_S1[count:] - count, lens_S[count:]),
+    )
+    return count, single, others

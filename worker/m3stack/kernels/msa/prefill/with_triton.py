@@ -276,6 +276,8 @@ def choose_blocks(
     best = torch.zeros(flat_rows, kept, dtype=torch.int64, device=device)
     # enough programs for every processor, few enough pages lost to a program's start
     pages_each = max(1, min(64, span * tiles_N4.shape[0] // 2048))
+    # a kernel is compiled for every number there is
+    pages_each = 1 << pages_each.bit_length() - 1
     for first_page in range(0, pages, span):
         score_span[(tiles_N4.shape[0], -(-span // pages_each))](
             index_q_TGD,
