@@ -25,6 +25,7 @@ mod tables {
     }
 }
 
+mod colours;
 mod probe;
 mod segments;
 mod select;

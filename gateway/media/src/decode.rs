@@ -9,6 +9,7 @@ mod pixels;
 mod raster;
 mod tiff_tags;
 
+pub(crate) use chunks::{webp_canvas, webp_frames};
 pub use format::ImageFormat;
 pub(crate) use jpeg::JpegRows;
 

@@ -3,6 +3,7 @@
 //! No sockets, clocks, threads or async here. The C library behind JPEG is reached only through
 //! `decode::jpeg::scanlines`; besides there `unsafe` is allowed only in vector code.
 
+pub mod animation;
 pub mod decode;
 pub mod error;
 pub mod hash;

@@ -66,6 +66,7 @@ async fn prepare_for(
     is_long: bool,
     addressee: Option<Addressee>,
 ) -> Result<Job, GatewayError> {
+    let tenant = addressee.as_ref().map_or_else(String::new, |who| who.tenant.clone());
     // the conversation as the model reads it; media are still only markers
     let media = take_media(&mut conversation);
     let begin = Instant::now();
@@ -88,7 +89,8 @@ async fn prepare_for(
 
     // what each picture and clip will become, from its header alone
     let begin = Instant::now();
-    let planned = app.media.plan(media, &*app.model.spec, &app.admission).await?;
+    let door = (&app.admission, &*tenant);
+    let planned = app.media.plan(media, &*app.model.spec, door).await?;
     let planning = begin.elapsed();
 
     // the whole prompt, and whether it fits
@@ -246,7 +248,7 @@ pub async fn tokenize_chat(
     let media = take_media(&mut conversation);
     let rendered =
         run_text(app, true, move |app| app.model.prompt_builder.render(&conversation)).await?;
-    let planned = app.media.plan(media, &*app.model.spec, &app.admission).await?;
+    let planned = app.media.plan(media, &*app.model.spec, (&app.admission, "")).await?;
     let plans: Vec<_> = planned.into_iter().map(|item| item.plan).collect();
     let prompt =
         run_text(app, true, move |app| app.model.prompt_builder.expand(&rendered, &plans)).await?;

@@ -8,6 +8,7 @@ use std::time::Instant;
 use serde::Deserialize;
 
 use crate::error::{ErrorKind, GatewayError};
+use crate::media::MediaAllowance;
 
 /// Accounts kept before those that nobody needs are looked for.
 const MAX_IDLE_ACCOUNTS: usize = 1024;
@@ -20,6 +21,15 @@ pub struct TenantLimits {
     pub max_concurrent_requests: Option<u32>,
     /// Tokens of prompts and replies in a minute; as many can be had at once after a pause.
     pub tokens_per_minute: Option<u64>,
+    /// Media of all its running requests together.
+    pub media: MediaAllowance,
+}
+
+impl TenantLimits {
+    /// Whether there is an account of its requests and tokens.
+    fn is_counted(&self) -> bool {
+        self.max_concurrent_requests.is_some() || self.tokens_per_minute.is_some()
+    }
 }
 
 /// The file of limits.
@@ -99,13 +109,18 @@ impl Tenants {
         Self { table, accounts: Mutex::default() }
     }
 
+    /// What the media of a tenant's requests may be.
+    pub(crate) fn media(&self, tenant: &str) -> MediaAllowance {
+        self.table.limits(tenant).media
+    }
+
     /// Begins a request.
     ///
     /// # Errors
     /// `Overloaded` naming the limit, and when to come back.
     pub(crate) fn enter(&self, tenant: &str, now: Instant) -> Result<(), GatewayError> {
         let limits = self.table.limits(tenant);
-        if limits == TenantLimits::default() {
+        if !limits.is_counted() {
             return Ok(());
         }
         let mut accounts = self.accounts.lock().unwrap_or_else(PoisonError::into_inner);
@@ -170,7 +185,7 @@ impl Tenants {
     /// What a tenant has left; `None` if nothing limits it.
     pub fn allowance(&self, tenant: &str, now: Instant) -> Option<Allowance> {
         let limits = self.table.limits(tenant);
-        if limits == TenantLimits::default() {
+        if !limits.is_counted() {
             return None;
         }
         let mut accounts = self.accounts.lock().unwrap_or_else(PoisonError::into_inner);

@@ -1,5 +1,5 @@
 //! Pictures and clips through the whole gateway: what each file of the handed set must give, what
-//! a worker receives, where media may come from.
+//! a worker receives.
 
 #![allow(clippy::unwrap_used)]
 
@@ -10,7 +10,6 @@ use std::collections::HashSet;
 use base64::Engine;
 use serde_json::{Value, json};
 use support::fake_worker::Seen;
-use support::origin::Origin;
 use support::{Act, FakeWorker, Gateway, Holds, Reply, proto, saying, worker};
 
 fn file(name: &str) -> Vec<u8> {
@@ -280,123 +279,6 @@ async fn too_many_and_too_large_media_are_refused_before_any_worker_is_asked() {
     assert_eq!(bomb.status, 400);
     assert!(worker.seen().is_empty());
     assert_eq!(ask(&gateway, &[small]).await.status, 200);
-}
-
-#[tokio::test]
-async fn media_come_over_http_and_each_url_is_fetched_once() {
-    let origin = Origin::start().await;
-    let (worker, gateway) = setup(&["--allow-private-media"]).await;
-    let url = origin.url("/file/img_plain.bmp");
-
-    let reply = ask(
-        &gateway,
-        &[picture(&url), picture(&url), video(&origin.url("/file/vid_cfr_h264.mp4"))],
-    )
-    .await;
-
-    assert_eq!(reply.status, 200, "{}", reply.text);
-    assert_eq!(origin.connections(), 2);
-    assert_eq!(worker.seen()[0].header.media.len(), 3);
-    for hops in 0..=3 {
-        let status = ask(
-            &gateway,
-            &[picture(&origin.url(&format!("/hops/{}", 2_u32.saturating_sub(hops))))],
-        )
-        .await
-        .status;
-        assert_eq!(status, 200);
-    }
-}
-
-#[tokio::test]
-async fn an_origin_that_fails_is_a_502_or_504_and_never_our_500() {
-    let origin = Origin::start().await;
-    let flags = ["--allow-private-media", "--set", "max_media_bytes=50000"];
-    let (worker, gateway) = setup(&flags).await;
-    let (_other, hasty) = setup(&[&flags[..], &["--set", "media_timeout_s=1"]].concat()).await;
-    for (path, status, word) in [
-        ("/missing", 502, "404"),
-        ("/teapot", 502, "500"),
-        ("/broken", 502, "broke off"),
-        ("/hops/9", 502, "redirects"),
-        ("/nowhere", 502, "nowhere"),
-        ("/silent", 504, "1 s"),
-        ("/large", 413, "50000"),
-        ("/endless", 413, "50000"),
-        ("/away", 502, "cannot be reached"),
-        ("/to-file", 400, "file"),
-    ] {
-        let asked = if status == 504 { &hasty } else { &gateway };
-        let reply = ask(asked, &[picture(&origin.url(path))]).await;
-        assert_eq!(reply.status, status, "{path}: {}", reply.text);
-        assert!(reply.message().contains(word), "{path}: {}", reply.message());
-        assert_eq!(reply.error()["param"], "messages[0].content[0].image_url.url");
-    }
-    let nobody = ask(&gateway, &[picture("http://127.0.0.1:1/a.png")]).await;
-    assert_eq!(
-        (nobody.status, nobody.error()["code"].clone()),
-        (502, json!("media_origin_failed"))
-    );
-    assert!(worker.seen().is_empty());
-    gateway.assert_idle().await;
-}
-
-#[tokio::test]
-async fn private_addresses_are_refused_without_a_connection() {
-    let origin = Origin::start().await;
-    let (worker, gateway) = setup(&[]).await;
-    let port = origin.address.port();
-    for host in ["127.0.0.1", "localhost", "2130706433", "[::ffff:127.0.0.1]", "0.0.0.0", "127.1"] {
-        let reply =
-            ask(&gateway, &[picture(&format!("http://{host}:{port}/file/img_plain.bmp"))]).await;
-        assert_eq!(
-            (reply.status, reply.error()["code"].clone()),
-            (400, json!("media_url_refused")),
-            "{host}"
-        );
-    }
-    // on a web port it is the address that is refused, a name only once it is resolved
-    for url in ["http://127.0.0.1/a.png", "http://localhost/a.png", "https://localhost/a.png"] {
-        let reply = ask(&gateway, &[picture(url)]).await;
-        assert_eq!(reply.status, 400, "{url}: {}", reply.text);
-        assert!(reply.message().contains("public"), "{url}: {}", reply.message());
-    }
-    assert_eq!(origin.connections(), 0);
-    assert!(worker.seen().is_empty());
-}
-
-#[tokio::test]
-async fn a_list_of_hosts_holds_on_every_hop() {
-    let origin = Origin::start().await;
-    let flags = ["--allow-private-media", "--allowed-media-hosts", "127.0.0.1"];
-    let (_worker, gateway) = setup(&flags).await;
-
-    assert_eq!(ask(&gateway, &[picture(&origin.url("/hops/1"))]).await.status, 200);
-    let away = ask(&gateway, &[picture(&origin.url("/away"))]).await;
-    assert_eq!((away.status, away.error()["code"].clone()), (400, json!("media_url_refused")));
-    let other = ask(&gateway, &[picture("http://localhost/a.png")]).await;
-    assert_eq!(other.status, 400);
-}
-
-#[tokio::test]
-async fn a_body_from_the_network_is_used_again_only_as_http_allows() {
-    let origin = Origin::start().await;
-    let (worker, gateway) = setup(&["--allow-private-media"]).await;
-    for (terms, connections) in
-        [("max-age=60", [1, 1]), ("no-cache", [1, 2]), ("no-store", [1, 2]), ("private", [1, 2])]
-    {
-        let before = origin.connections();
-        let url = origin.url(&format!("/kept/{terms}/img_plain.bmp"));
-        for expected in connections {
-            let reply = ask(&gateway, &[picture(&url)]).await;
-            assert_eq!(reply.status, 200, "{terms}: {}", reply.text);
-            assert_eq!(origin.connections() - before, expected, "{terms}");
-        }
-    }
-    let patches: HashSet<_> = worker.seen().iter().map(|seen| seen.patches[&0].to_vec()).collect();
-    assert_eq!(patches.len(), 1, "asked again or not, it is the same picture");
-    let page = gateway.get("/metrics").await.text;
-    assert!(page.contains("cache_lookups_total{cache=\"fetched\",outcome=\"hit\"}"), "{page}");
 }
 
 #[tokio::test]

@@ -62,24 +62,46 @@ pub(super) fn webp_orientation(bytes: &[u8]) -> Orientation {
     Orientation::stated(exif, xmp)
 }
 
+/// The size of an animated WebP; `None` if the file is none.
+pub(crate) fn webp_canvas(bytes: &[u8]) -> Option<ImageSize> {
+    const ANIMATED: u8 = 2;
+    let is_webp = bytes.starts_with(b"RIFF") && bytes.get(8..WEBP_START) == Some(b"WEBP");
+    let mut chunks = WebpChunks { rest: bytes.get(WEBP_START..).filter(|_| is_webp)? };
+    let (kind, data) = chunks.next()?;
+    let &[flags, _, _, _, w0, w1, w2, h0, h1, h2] = data.first_chunk()?;
+    let side = |bytes: [u8; 3]| u32::from_le_bytes([bytes[0], bytes[1], bytes[2], 0]) + 1;
+    let size = ImageSize { width: side([w0, w1, w2]), height: side([h0, h1, h2]) };
+    (kind == *b"VP8X" && flags & ANIMATED > 0).then_some(size)
+}
+
+/// Of each frame of an animated WebP, the size that it gives itself if it is a lossy one.
+pub(crate) fn webp_frames(bytes: &[u8]) -> impl Iterator<Item = Option<ImageSize>> {
+    let chunks = WebpChunks { rest: bytes.get(WEBP_START..).unwrap_or_default() };
+    chunks.filter(|(kind, _)| kind == b"ANMF").map(|(_, data)| animated_lossy_size(data))
+}
+
+/// Size that a frame's lossy data gives itself.
+fn animated_lossy_size(frame: &[u8]) -> Option<ImageSize> {
+    // place, size, duration and flags, then the frame's own chunks
+    let mut frame = WebpChunks { rest: frame.get(16..)? };
+    lossy_size(frame.find(|(kind, _)| kind == b"VP8 ")?.1)
+}
+
+fn lossy_size(data: &[u8]) -> Option<ImageSize> {
+    // three bytes of frame tag, three of start code, 14 bits of width and height each
+    let &[w0, w1, h0, h1] = data.get(6..)?.first_chunk()?;
+    let side = |low, high| u32::from(u16::from_le_bytes([low, high]) & 0x3fff);
+    Some(ImageSize { width: side(w0, w1), height: side(h0, h1) })
+}
+
 /// Size that the first lossy frame of a WebP gives itself, which may contradict the file's header:
 /// its decoder compares them only after decoding.
 pub(super) fn webp_lossy_size(bytes: &[u8]) -> Option<ImageSize> {
-    let chunks = WebpChunks { rest: bytes.get(WEBP_START..)? };
-    for (kind, mut data) in chunks {
-        if kind == *b"ANMF" {
-            // place, size, duration and flags, then the frame's own chunks
-            let mut frame = WebpChunks { rest: data.get(16..)? };
-            data = frame.find(|(kind, _)| kind == b"VP8 ")?.1;
-        } else if kind != *b"VP8 " {
-            continue;
-        }
-        // three bytes of frame tag, three of start code, 14 bits of width and height each
-        let &[w0, w1, h0, h1] = data.get(6..)?.first_chunk()?;
-        let side = |low, high| u32::from(u16::from_le_bytes([low, high]) & 0x3fff);
-        return Some(ImageSize { width: side(w0, w1), height: side(h0, h1) });
+    let mut chunks = WebpChunks { rest: bytes.get(WEBP_START..)? };
+    match chunks.find(|(kind, _)| matches!(kind, b"ANMF" | b"VP8 "))? {
+        (kind, data) if kind == *b"ANMF" => animated_lossy_size(data),
+        (_, data) => lossy_size(data),
     }
-    None
 }
 
 /// Type and data of each whole chunk: length, type, data, checksum. Checking is the decoder's part.

@@ -77,12 +77,20 @@ fn units(sample: &[u8]) -> Option<impl Iterator<Item = u8>> {
 }
 
 /// The size of frames by the only parameter set in the body of a description of one `avc1` entry;
-/// `None` unless the container says the same, or where units have no lengths of four bytes.
+/// `None` unless the container says the same, where units have no lengths of four bytes, and where
+/// either says that the pictures have a high dynamic range.
 pub(super) fn frame_size(description: &[u8]) -> Option<ImageSize> {
     let entry = description.get(ENTRY..)?;
     let said =
         ImageSize { width: u32::from(u16_at(entry, 24)?), height: u32::from(u16_at(entry, 26)?) };
-    let configuration = find(&boxes(entry.get(VISUAL..)?)?, b"avcC")?;
+    let parts = boxes(entry.get(VISUAL..)?)?;
+    if find(&parts, b"colr")
+        .and_then(|colours| u16_at(colours, 6))
+        .is_some_and(|code| is_high_range(code.into()))
+    {
+        return None;
+    }
+    let configuration = find(&parts, b"avcC")?;
     let [1, _, _, _, lengths, sets, high, low, ..] = configuration else { return None };
     let length = usize::from(u16::from_be_bytes([*high, *low]));
     let set = configuration.get(8..)?.get(..length)?;
@@ -90,9 +98,9 @@ pub(super) fn frame_size(description: &[u8]) -> Option<ImageSize> {
     (is_plain && size_of(set)? == said && said.pixels() > 0).then_some(said)
 }
 
-/// Size of frames, cropped.
+/// Size of frames, cropped; `None` also where they have a high dynamic range.
 ///
-/// Source: ITU-T H.264, 7.3.2.1.1 and 7.4.2.1.1.
+/// Source: ITU-T H.264, 7.3.2.1.1, 7.4.2.1.1 and E.1.1.
 fn size_of(set: &[u8]) -> Option<ImageSize> {
     let mut bits = Bits::new(set.get(1..)?);
     let profile = bits.take(8)?;
@@ -144,12 +152,41 @@ fn size_of(set: &[u8]) -> Option<ImageSize> {
     if left > 0 || top > 0 {
         return None;
     }
+    if bits.take(1)? == 1 && is_high_range(transfer(&mut bits)?) {
+        return None;
+    }
     let across = if matches!(chroma, 1 | 2) { 2 } else { 1 };
     let down = fields * if chroma == 1 { 2 } else { 1 };
     Some(ImageSize {
         width: width.checked_sub(right.checked_mul(across)?)?,
         height: (half_height * fields).checked_sub(bottom.checked_mul(down)?)?,
     })
+}
+
+/// The transfer characteristics at the beginning of the usability information; 2 if it tells none.
+fn transfer(bits: &mut Bits) -> Option<u32> {
+    const UNKNOWN: u32 = 2;
+    const OWN_RATIO: u32 = 255;
+    if bits.take(1)? == 1 && bits.take(8)? == OWN_RATIO {
+        bits.take(32)?;
+    }
+    if bits.take(1)? == 1 {
+        bits.take(1)?;
+    }
+    if bits.take(1)? == 0 {
+        return Some(UNKNOWN);
+    }
+    bits.take(4)?;
+    if bits.take(1)? == 0 {
+        return Some(UNKNOWN);
+    }
+    bits.take(8)?;
+    bits.take(8)
+}
+
+/// Source: ITU-T H.273, table 3: 16 is PQ, 18 is HLG.
+fn is_high_range(transfer: u32) -> bool {
+    matches!(transfer, 16 | 18)
 }
 
 /// Bits of a parameter set, without the bytes that keep start codes out of it.

@@ -161,3 +161,28 @@ pub(super) fn otlp_endpoint(given: Option<&str>) -> Result<Option<String>, Confi
 fn invalid(key: &'static str, message: String) -> ConfigError {
     ConfigError::Invalid { key, message }
 }
+
+/// # Errors
+/// For what is no address of an HTTP proxy.
+pub(super) fn media_proxy(text: &str) -> Result<url::Url, ConfigError> {
+    let parsed = url::Url::parse(text).ok();
+    let is_proxy = |url: &url::Url| {
+        matches!(url.scheme(), "http" | "https") && url.has_host() && url.path() == "/"
+    };
+    parsed.filter(is_proxy).ok_or_else(|| ConfigError::Invalid {
+        key: "media_proxy",
+        message: format!("expected http://host:port, got {text:?}"),
+    })
+}
+
+/// # Errors
+/// For what is no absolute path of a directory.
+pub(super) fn media_root(path: PathBuf) -> Result<PathBuf, ConfigError> {
+    if path.is_absolute() && path.is_dir() {
+        return Ok(path);
+    }
+    Err(ConfigError::Invalid {
+        key: "media_root",
+        message: format!("expected the absolute path of a directory, got {}", path.display()),
+    })
+}

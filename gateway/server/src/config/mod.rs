@@ -150,6 +150,10 @@ pub struct MediaConfig {
     pub allowed_hosts: Vec<String>,
     /// Whether private and loopback addresses may be fetched from.
     pub allow_private: bool,
+    /// Proxy that media are fetched through.
+    pub proxy: Option<url::Url>,
+    /// Directory whose files may be named by `file:` URLs.
+    pub root: Option<PathBuf>,
 }
 
 /// Limits on the media of one request, all checked before anything is decoded.
@@ -264,6 +268,8 @@ fn media_config(keys: GatewayKeys) -> Result<MediaConfig, ConfigError> {
         std::thread::available_parallelism().map_or(1, |n| u32::try_from(n.get()).unwrap_or(1));
     Ok(MediaConfig {
         max_bytes: at_least_one("max_media_bytes", keys.max_media_bytes.unwrap_or(64 * MIB))?,
+        proxy: keys.media_proxy.as_deref().map(addresses::media_proxy).transpose()?,
+        root: keys.media_root.clone().map(addresses::media_root).transpose()?,
         limits: media_limits(&keys)?,
         work_bytes: at_least_one("media_work_bytes", keys.media_work_bytes.unwrap_or(1024 * MIB))?,
         cache_bytes: keys.media_cache_bytes.unwrap_or(256 * MIB),

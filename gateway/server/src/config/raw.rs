@@ -77,6 +77,11 @@ const TUNING: &[(&str, &str)] = &[
     ("media_cache_bytes", "Memory for media seen before; 0 keeps none [268435456]."),
     ("media_threads", "Threads that decode and resize [number of cores]."),
     ("max_video_processes", "FFmpeg processes at once [half the cores, at least 1]."),
+    (
+        "media_proxy",
+        "HTTP proxy that media are fetched through, http://host:port; names are resolved by it [none].",
+    ),
+    ("media_root", "Directory whose files requests may name as file:///... [none]."),
     ("media_timeout_s", "Time for fetching one item, and for each FFmpeg run [60]."),
     (
         "max_queue_wait_s",
@@ -233,6 +238,10 @@ pub(super) struct GatewayKeys {
     pub(super) media_threads: Option<u32>,
     #[arg(skip)]
     pub(super) max_video_processes: Option<u32>,
+    #[arg(skip)]
+    pub(super) media_proxy: Option<String>,
+    #[arg(skip)]
+    pub(super) media_root: Option<PathBuf>,
     #[arg(skip)]
     pub(super) media_timeout_s: Option<u32>,
     #[arg(skip)]

@@ -25,12 +25,21 @@ const IDLE_CONNECTIONS: usize = 4;
 /// Fetches media over HTTP.
 pub struct Fetcher {
     policy: Arc<AddressPolicy>,
-    max_bytes: u64,
-    timeout: Duration,
+    proxy: Option<Url>,
+    bounds: Bounds,
     /// Bodies by the URL that gave them (redirects are followed anew each time).
     stored: ByteCache<String, Stored>,
     /// Made on first use: reading the system's certificates takes time and memory.
     client: OnceLock<Result<Client, String>>,
+}
+
+/// Of one fetch.
+#[derive(Clone, Copy, Debug)]
+pub struct Bounds {
+    /// Bytes of the body.
+    pub max_bytes: u64,
+    /// From the question to the last byte.
+    pub timeout: Duration,
 }
 
 /// What one URL says.
@@ -40,14 +49,15 @@ enum Answer {
 }
 
 impl Fetcher {
-    /// A fetcher under that policy.
+    /// A fetcher under that policy. What goes through a proxy is resolved by the proxy: literal
+    /// addresses are judged here all the same, and names as far as they can be resolved here.
     pub fn new(
         policy: AddressPolicy,
-        max_bytes: u64,
-        timeout: Duration,
+        proxy: Option<Url>,
         stored: ByteCache<String, Stored>,
+        bounds: Bounds,
     ) -> Self {
-        Self { policy: Arc::new(policy), max_bytes, timeout, stored, client: OnceLock::new() }
+        Self { policy: Arc::new(policy), proxy, bounds, stored, client: OnceLock::new() }
     }
 
     /// The bytes behind an `http:` or `https:` URL, held under `lease`.
@@ -61,10 +71,10 @@ impl Fetcher {
         admission: &Admission,
         lease: &mut ByteLease,
     ) -> Result<Bytes, GatewayError> {
-        let deadline = Instant::now() + self.timeout;
+        let deadline = Instant::now() + self.bounds.timeout;
         let work = self.follow(url, admission, lease);
         tokio::time::timeout_at(deadline, work).await.map_err(|_| {
-            let limit = self.timeout.as_secs();
+            let limit = self.bounds.timeout.as_secs();
             GatewayError::new(
                 ErrorKind::MediaOriginTimeout,
                 format!("the media did not arrive within {limit} s"),
@@ -87,6 +97,7 @@ impl Fetcher {
         })?;
         for _ in 0..=MAX_REDIRECTS {
             self.policy.check_url(&url)?;
+            self.check_name(&url).await?;
             match self.request(&url, admission, lease).await? {
                 Answer::Body(bytes) => return Ok(bytes),
                 Answer::Elsewhere(next) => url = next,
@@ -96,6 +107,16 @@ impl Fetcher {
             ErrorKind::MediaOriginFailed,
             format!("the media URL redirects more than {MAX_REDIRECTS} times"),
         ))
+    }
+
+    /// Judges a name that a proxy will resolve, if it can be resolved here as well.
+    async fn check_name(&self, url: &Url) -> Result<(), GatewayError> {
+        let Some(host) = url.domain().filter(|_| self.proxy.is_some()) else { return Ok(()) };
+        let found = resolved(&self.policy, host).await;
+        match found.err().and_then(|error| error.downcast::<ForbiddenName>().ok()) {
+            Some(forbidden) => Err(forbidden.refusal()),
+            None => Ok(()),
+        }
     }
 
     /// Asks one URL, or takes what an earlier answer allows to be used again.
@@ -154,15 +175,16 @@ impl Fetcher {
         lease: &mut ByteLease,
     ) -> Result<Bytes, GatewayError> {
         let declared = response.content_length().unwrap_or(0);
-        if declared > self.max_bytes {
-            return Err(too_large(declared, self.max_bytes));
+        let max_bytes = self.bounds.max_bytes;
+        if declared > max_bytes {
+            return Err(too_large(declared, max_bytes));
         }
         admission.grow(lease, declared)?;
         let mut body = BytesMut::with_capacity(usize::try_from(declared).unwrap_or(0));
         while let Some(piece) = response.chunk().await.map_err(|error| read_failure(&error))? {
             let bytes = (body.len() + piece.len()) as u64;
-            if bytes > self.max_bytes {
-                return Err(too_large(bytes, self.max_bytes));
+            if bytes > max_bytes {
+                return Err(too_large(bytes, max_bytes));
             }
             admission.grow(lease, bytes)?;
             body.extend_from_slice(&piece);
@@ -171,24 +193,35 @@ impl Fetcher {
     }
 
     fn client(&self) -> Result<&Client, GatewayError> {
-        let made = self.client.get_or_init(|| build_client(&self.policy));
+        let made = self.client.get_or_init(|| build_client(&self.policy, self.proxy.as_ref()));
         made.as_ref().map_err(|reason| {
             GatewayError::internal(format!("the http client for media cannot be made: {reason}"))
         })
     }
 }
 
-fn build_client(policy: &Arc<AddressPolicy>) -> Result<Client, String> {
+fn build_client(policy: &Arc<AddressPolicy>, proxy: Option<&Url>) -> Result<Client, String> {
     // an embedding program may have installed a provider of its own
     let _ = rustls::crypto::ring::default_provider().install_default();
+    let way = proxy.map(|proxy| reqwest::Proxy::all(proxy.clone())).transpose();
+    let way = way.map_err(|error| innermost(&error))?;
+    let proxy_host = proxy.and_then(Url::domain).map(str::to_owned);
     let builder = || {
-        Client::builder()
+        // that of the environment is not asked
+        let builder = Client::builder().no_proxy();
+        let builder = match &way {
+            Some(way) => builder.proxy(way.clone()),
+            None => builder,
+        };
+        builder
             .user_agent(concat!("m3stack/", env!("CARGO_PKG_VERSION")))
             .redirect(reqwest::redirect::Policy::none())
-            .no_proxy()
             .connect_timeout(CONNECT_TIMEOUT)
             .pool_max_idle_per_host(IDLE_CONNECTIONS)
-            .dns_resolver(CheckedResolver { policy: Arc::clone(policy) })
+            .dns_resolver(CheckedResolver {
+                policy: Arc::clone(policy),
+                proxy_host: proxy_host.clone(),
+            })
     };
     builder().build().or_else(|error| {
         tracing::warn!(reason = %innermost(&error), "no system certificates: media from https will fail");
@@ -206,6 +239,8 @@ fn build_client(policy: &Arc<AddressPolicy>) -> Result<Client, String> {
 /// what was judged is what is dialled. (Literal addresses never come here; `check_url` sees them.)
 struct CheckedResolver {
     policy: Arc<AddressPolicy>,
+    /// The operator's own choice; with it no other name is dialled.
+    proxy_host: Option<String>,
 }
 
 /// A name that leads to an address the policy refuses.
@@ -215,19 +250,38 @@ struct ForbiddenName {
     host: String,
 }
 
+impl ForbiddenName {
+    fn refusal(&self) -> GatewayError {
+        let mut refusal = GatewayError::new(ErrorKind::InvalidRequest, self.to_string());
+        refusal.code = "media_url_refused";
+        refusal
+    }
+}
+
 impl dns::Resolve for CheckedResolver {
     fn resolve(&self, name: dns::Name) -> dns::Resolving {
         let policy = Arc::clone(&self.policy);
+        let is_proxy = self.proxy_host.as_deref() == Some(name.as_str());
         Box::pin(async move {
-            let host = name.as_str().to_owned();
-            let found: Vec<SocketAddr> =
-                tokio::net::lookup_host((host.as_str(), 0)).await?.collect();
-            if found.iter().any(|address| !policy.allows(address.ip())) {
-                return Err(Box::new(ForbiddenName { host }) as Box<dyn StdError + Send + Sync>);
-            }
+            let found = match is_proxy {
+                true => tokio::net::lookup_host((name.as_str(), 0)).await?.collect(),
+                false => resolved(&policy, name.as_str()).await?,
+            };
             Ok(Box::new(found.into_iter()) as dns::Addrs)
         })
     }
+}
+
+/// All addresses of a name, if every one of them may be dialled.
+async fn resolved(
+    policy: &AddressPolicy,
+    host: &str,
+) -> Result<Vec<SocketAddr>, Box<dyn StdError + Send + Sync>> {
+    let found: Vec<SocketAddr> = tokio::net::lookup_host((host, 0)).await?.collect();
+    if found.iter().any(|address| !policy.allows(address.ip())) {
+        return Err(Box::new(ForbiddenName { host: host.to_owned() }));
+    }
+    Ok(found)
 }
 
 fn check_status(response: Response) -> Result<Response, GatewayError> {
@@ -255,9 +309,7 @@ fn send_failure(error: &reqwest::Error) -> GatewayError {
     let mut cause: Option<&dyn StdError> = Some(error);
     while let Some(inner) = cause {
         if let Some(forbidden) = inner.downcast_ref::<ForbiddenName>() {
-            let mut refusal = GatewayError::new(ErrorKind::InvalidRequest, forbidden.to_string());
-            refusal.code = "media_url_refused";
-            return refusal;
+            return forbidden.refusal();
         }
         cause = inner.source();
     }

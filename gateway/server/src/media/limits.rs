@@ -1,5 +1,7 @@
 //! What one request may ask of the gateway's media rooms, judged by plans alone: before any decode.
 
+use gateway_media::animation::WebpAnimation;
+
 use super::PlannedMedia;
 use crate::config::MediaLimits;
 use crate::error::{ErrorKind, GatewayError};
@@ -34,6 +36,24 @@ pub fn check_bytes(bytes: u64, limits: &MediaLimits) -> Result<(), GatewayError>
         return Err(GatewayError::new(ErrorKind::TooLarge, message));
     }
     Ok(())
+}
+
+/// Refuses an animation that is too large, or too long, to be read at all.
+///
+/// # Errors
+/// `MediaRejected` with the figure and the limit.
+pub fn check_animation(animation: WebpAnimation, limits: &MediaLimits) -> Result<(), GatewayError> {
+    let figures = [
+        (animation.size.pixels(), limits.max_image_pixels, "the clip's frames have"),
+        (animation.pixels(), limits.max_decoded_pixels, "all frames of the clip have"),
+    ];
+    match figures.iter().find(|(pixels, limit, _)| pixels > limit) {
+        None => Ok(()),
+        Some((pixels, limit, what)) => {
+            let message = format!("{what} {pixels} pixels; the limit is {limit}");
+            Err(GatewayError::new(ErrorKind::MediaRejected, message))
+        }
+    }
 }
 
 #[derive(Debug, Default)]

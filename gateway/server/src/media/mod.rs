@@ -1,6 +1,7 @@
 //! Media from URL to patches: fetch, plan from the header alone, and make pixels when asked.
 
 mod address;
+mod allowance;
 mod avif;
 mod cache;
 mod data_url;
@@ -9,6 +10,7 @@ mod fetch;
 mod fetch_cache;
 pub mod ffmpeg;
 mod limits;
+mod local;
 mod priority;
 mod resizers;
 mod send;
@@ -29,9 +31,12 @@ use gateway_media::{MediaError, MediaHash, PatchLayout};
 use tokio::sync::OnceCell;
 
 use address::AddressPolicy;
+pub use allowance::MediaAllowance;
+use allowance::{Accounts, Amounts};
 use cache::ByteCache;
 use fetch::Fetcher;
 use ffmpeg::{Ffmpeg, FfmpegLimits};
+use local::LocalFiles;
 use resizers::Resizers;
 use send::{Patches, Turns};
 use source::{Content, Facts, FactsKey, Source};
@@ -45,7 +50,7 @@ use crate::telemetry::{CacheClass, MediaClass, Metrics};
 /// Items of one request that are fetched and probed at a time.
 const ITEMS_AT_ONCE: usize = 8;
 /// Changes whenever the same source and parameters give other pixels than before.
-const PIXEL_REVISION: u32 = 1;
+const PIXEL_REVISION: u32 = 2;
 
 /// Bytes of a pixel in a patch row.
 const CHANNELS: u64 = 3;
@@ -53,11 +58,13 @@ const CHANNELS: u64 = 3;
 /// Does the media work of all requests, within fixed bounds.
 pub struct MediaLoader {
     fetcher: Fetcher,
+    local: Option<LocalFiles>,
     ffmpeg: Ffmpeg,
     rooms: WorkRooms,
     facts: ByteCache<FactsKey, Facts>,
     patches: ByteCache<MediaHash, Patches>,
     turns: Turns,
+    accounts: Arc<Accounts>,
     resizers: Resizers,
     max_bytes: u64,
     timeout: Duration,
@@ -101,7 +108,7 @@ impl MediaLoader {
     /// A loader with these bounds; FFmpeg is looked for in the directories of `PATH`.
     ///
     /// # Errors
-    /// What the system said about threads for pixels.
+    /// What the system said about threads for pixels, or the directory of files.
     pub fn new(config: &MediaConfig, metrics: Arc<Metrics>) -> std::io::Result<Self> {
         let policy = AddressPolicy {
             allow_private: config.allow_private,
@@ -119,13 +126,16 @@ impl MediaLoader {
         let (facts, fetched) = (config.cache_bytes / 16, config.cache_bytes / 16 * 7);
         let patches = config.cache_bytes - facts - fetched;
         let stored = ByteCache::new(CacheClass::Fetched, fetched, Arc::clone(&metrics));
+        let bounds = fetch::Bounds { max_bytes: config.max_bytes, timeout: config.timeout };
         Ok(Self {
-            fetcher: Fetcher::new(policy, config.max_bytes, config.timeout, stored),
+            fetcher: Fetcher::new(policy, config.proxy.clone(), stored, bounds),
+            local: config.root.as_deref().map(LocalFiles::open).transpose()?,
             ffmpeg: Ffmpeg::find(search_path.as_deref(), ffmpeg_limits, Arc::clone(&metrics)),
             rooms: WorkRooms::new(config.threads, config.work_bytes)?,
             facts: ByteCache::new(CacheClass::Facts, facts, Arc::clone(&metrics)),
             patches: ByteCache::new(CacheClass::Patches, patches, Arc::clone(&metrics)),
             turns: Turns::default(),
+            accounts: Arc::default(),
             resizers: Resizers::default(),
             max_bytes: config.max_bytes,
             timeout: config.timeout,
@@ -159,7 +169,7 @@ impl MediaLoader {
     }
 
     /// Fetches every item (each network URL once), plans it from its header and holds the sum to
-    /// the limits.
+    /// the limits of a request and of its tenant.
     ///
     /// # Errors
     /// The first item that is refused, with its place in the request.
@@ -167,7 +177,7 @@ impl MediaLoader {
         &self,
         items: Vec<MediaRef>,
         spec: &dyn ModelSpec,
-        admission: &Admission,
+        (admission, tenant): (&Admission, &str),
     ) -> Result<Vec<PlannedMedia>, GatewayError> {
         let items: Vec<Arc<MediaRef>> = items.into_iter().map(Arc::new).collect();
         let (unique, place_of) = distinct(&items);
@@ -191,9 +201,34 @@ impl MediaLoader {
             .map(|(item, place)| planned(item, Arc::clone(&sources[place]), &share, spec))
             .collect::<Result<Vec<_>, _>>()?;
         limits::check(&planned, &self.limits)?;
+        let allowance = admission.tenants().media(tenant);
+        share.hold(self.accounts.take(tenant, &allowance, amounts(&planned))?);
         mark_twins(&mut planned);
         Ok(planned)
     }
+}
+
+/// What a request's media come to.
+fn amounts(items: &[PlannedMedia]) -> Amounts {
+    let mut sums = [0_u64; 7];
+    let mut video_s = 0.0;
+    for item in items {
+        let (images, videos) = match &item.source.content {
+            Content::Still { .. } => (1, 0),
+            Content::Clip { probe, .. } => {
+                video_s += probe.info.duration_s;
+                (0, 1)
+            }
+        };
+        let PlannedMedia { plan, source, .. } = item;
+        let frames = plan.frames.len() as u64;
+        let more = [images, videos, source.len, plan.num_tokens, frames, item.decoded_pixels(), 0];
+        for (sum, more) in sums.iter_mut().zip(more) {
+            *sum = sum.saturating_add(more);
+        }
+    }
+    sums[6] = f64::ceil(video_s) as u64;
+    Amounts(sums)
 }
 
 /// The items to fetch, and which of them each item is. Texts of data: URLs are not compared: they

@@ -14,7 +14,7 @@ use gateway_media::{ImageSize, MediaError, MediaHash, PatchLayout, RgbFrame};
 use tokio::sync::OwnedMutexGuard;
 
 use super::ffmpeg::{ClipProbe, MemoryFile};
-use super::source::{ClipData, Content, Data, Source, memory_failure};
+use super::source::{ClipData, Content, Data, Source};
 use super::work::Left;
 use super::{MediaLoader, PlannedMedia, class, media_refusal};
 use crate::error::GatewayError;
@@ -194,9 +194,7 @@ impl MediaLoader {
             ClipData::File(file) => file,
             ClipData::Unread(data) => {
                 let bytes = self.bytes(data, &item.share).await?;
-                let length = bytes.len() as u64;
-                let copy = self.rooms.run(&item.share, length, move |_| MemoryFile::new(&bytes));
-                made = copy.await?.map_err(|error| memory_failure(&error))?;
+                made = self.clip_file(bytes, &item.share).await?;
                 &made
             }
         };

@@ -7,12 +7,13 @@ use bytes::Bytes;
 use gateway_core::conversation::MediaRef;
 use gateway_core::model::MediaKind;
 use gateway_media::MediaError;
+use gateway_media::animation::WebpAnimation;
 use gateway_media::decode::{ImageFormat, ImageHeader, read_header};
 use gateway_media::hash::sha256;
 
 use super::ffmpeg::{ClipProbe, MemoryFile};
-use super::work::Share;
-use super::{MediaLoader, class, data_url, media_refusal};
+use super::work::{Left, Share};
+use super::{MediaLoader, class, data_url, limits, local, media_refusal};
 use crate::admission::{Admission, ByteLease};
 use crate::error::{ErrorKind, GatewayError};
 
@@ -113,7 +114,12 @@ impl MediaLoader {
             admission.grow(&mut lease, length)?;
             self.data_url(item, share).await?
         } else {
-            let bytes = self.fetcher.fetch(&item.url, admission, &mut lease).await?;
+            let bytes = match self.local.as_ref().filter(|_| local::is_file_url(&item.url)) {
+                Some(files) => {
+                    files.read(&item.url, self.max_bytes, (admission, &mut lease)).await?
+                }
+                None => self.fetcher.fetch(&item.url, admission, &mut lease).await?,
+            };
             let hashed = bytes.clone();
             let length = bytes.len() as u64;
             let sha256 = self.rooms.run(share, length, move |_| sha256(&hashed)).await?;
@@ -211,10 +217,15 @@ impl MediaLoader {
         let made = OnceLock::new();
         let look = || async {
             let bytes = self.bytes(&data, share).await?;
-            let header = read_header(&bytes).map(Facts::Still).map_err(media_refusal);
+            let header = if is_long_to_read(&bytes) {
+                let (file, length) = (bytes.clone(), bytes.len() as u64);
+                self.rooms.run(share, length, move |_| read_header(&file)).await?
+            } else {
+                read_header(&bytes)
+            };
             // whoever has decoded the text once need not do so again
             let _ = made.set(bytes);
-            header
+            header.map(Facts::Still).map_err(media_refusal)
         };
         let Facts::Still(header) = self.facts.get_or_make(key, Facts::bytes, look).await? else {
             return Err(GatewayError::internal("a still's facts are those of something else"));
@@ -240,10 +251,9 @@ impl MediaLoader {
         }
         let file = OnceLock::new();
         let look = || async {
-            let bytes = self.bytes(&data, share).await?;
-            let made = file.get_or_init(|| MemoryFile::new(&bytes));
-            let made = made.as_ref().map_err(memory_failure)?;
-            let probe = self.ffmpeg.probe(made, &share.processes).await?;
+            let made = self.clip_file(self.bytes(&data, share).await?, share).await?;
+            let probe = self.ffmpeg.probe(&made, &share.processes).await?;
+            let _ = file.set(made);
             Ok::<_, GatewayError>(Facts::Clip(Arc::new(probe)))
         };
         let key = FactsKey::Content(sha256, MediaKind::Video);
@@ -251,11 +261,41 @@ impl MediaLoader {
             return Err(GatewayError::internal("a clip's facts are those of something else"));
         };
         let data = match file.into_inner() {
-            Some(Ok(file)) => ClipData::File(file),
-            _ => ClipData::Unread(data),
+            Some(file) => ClipData::File(file),
+            None => ClipData::Unread(data),
         };
         Ok(Content::Clip { data, probe })
     }
+
+    /// A clip's bytes where FFmpeg finds them, in a form that it reads.
+    ///
+    /// # Errors
+    /// `MediaRejected` for an animation that is damaged or passes a limit; `Internal` if the system
+    /// gave no memory.
+    pub(super) async fn clip_file(
+        &self,
+        bytes: Bytes,
+        share: &Share,
+    ) -> Result<MemoryFile, GatewayError> {
+        let animation = WebpAnimation::read(&bytes).map_err(media_refusal)?;
+        let cost = animation.map_or(bytes.len() as u64, |animation| animation.pixels());
+        if let Some(animation) = animation {
+            limits::check_animation(animation, &self.limits)?;
+        }
+        let max_bytes = usize::try_from(self.max_bytes).unwrap_or(usize::MAX);
+        let making = self.rooms.run(share, cost, move |watch| {
+            let Some(animation) = animation else { return Ok(MemoryFile::new(&bytes)) };
+            let is_wanted = &mut || watch.check() != Err(Left);
+            let made = animation.as_png(&bytes, max_bytes, is_wanted)?;
+            Ok::<_, MediaError>(MemoryFile::new(&made.unwrap_or_default()))
+        });
+        making.await?.map_err(media_refusal)?.map_err(|error| memory_failure(&error))
+    }
+}
+
+/// Whether the header takes more than a look: the boxes of AVIF refer to each other all over it.
+fn is_long_to_read(bytes: &[u8]) -> bool {
+    bytes.len() > INLINE_BYTES || ImageFormat::of(bytes) == Ok(ImageFormat::Avif)
 }
 
 /// The system gave no memory file.

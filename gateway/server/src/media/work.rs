@@ -1,9 +1,10 @@
 //! Threads and memory for pixels: bounded, and shared fairly among requests by cost.
 
-use std::sync::{Arc, Weak};
+use std::sync::{Arc, OnceLock, Weak};
 
 use tokio::runtime::Runtime;
 
+use super::allowance::Taken;
 use super::fair::{FairQueue, Flow, Place};
 use super::priority;
 use crate::error::GatewayError;
@@ -24,6 +25,18 @@ pub struct Share {
     memory: Flow,
     /// Of the FFmpeg processes.
     pub processes: Flow,
+    /// What its media count to its tenant, as long as there are any.
+    taken: OnceLock<Taken>,
+}
+
+impl Share {
+    /// Keeps what the request has taken, to be given back with the last of its media.
+    pub fn hold(&self, taken: Option<Taken>) {
+        if let Some(taken) = taken {
+            // a request takes once
+            let _ = self.taken.set(taken);
+        }
+    }
 }
 
 /// Told to work that has begun: whether anyone still waits for it.

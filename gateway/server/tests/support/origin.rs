@@ -54,7 +54,12 @@ async fn answer(mut stream: TcpStream, address: SocketAddr) {
         }
     }
     let head = String::from_utf8_lossy(&head).into_owned();
-    let path = head.split(' ').nth(1).unwrap_or("/").to_owned();
+    let target = head.split(' ').nth(1).unwrap_or("/");
+    // asked as a proxy it is told whose file is wanted
+    let path = target
+        .strip_prefix("http://")
+        .map_or(target, |rest| rest.find('/').map_or("/", |place| &rest[place..]));
+    let path = path.to_owned();
     if let Some(rest) = path.strip_prefix("/kept/") {
         let _ = kept(&mut stream, rest, &head).await;
         return;

@@ -139,9 +139,10 @@ impl Confined {
             .kill_on_drop(true);
         let input = launch.input.map(|input| input.file.as_raw_fd());
         let cpu_seconds = launch.cpu_time.as_secs().max(1);
+        let parent = std::process::id();
         // SAFETY: between fork and exec `confine` only makes async-signal-safe system calls.
         unsafe {
-            command.pre_exec(move || confine(input, cpu_seconds));
+            command.pre_exec(move || confine(input, cpu_seconds, parent));
         }
         let child = command.spawn()?;
         metrics.video_processes(1);
@@ -213,7 +214,7 @@ fn wait_for_death(id: libc::pid_t) {
 }
 
 /// Runs in the child before it becomes FFmpeg.
-fn confine(input: Option<RawFd>, cpu_seconds: u64) -> std::io::Result<()> {
+fn confine(input: Option<RawFd>, cpu_seconds: u64, parent: u32) -> std::io::Result<()> {
     let limits = [
         (libc::RLIMIT_AS, MAX_ADDRESS_BYTES),
         (libc::RLIMIT_CPU, cpu_seconds),
@@ -231,6 +232,11 @@ fn confine(input: Option<RawFd>, cpu_seconds: u64) -> std::io::Result<()> {
     unsafe {
         libc::signal(libc::SIGXFSZ, libc::SIG_IGN);
         check(libc::prctl(libc::PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0))?;
+        // a gateway that is killed cannot kill its children; all its threads live as long as it
+        check(libc::prctl(libc::PR_SET_PDEATHSIG, libc::SIGKILL, 0, 0, 0))?;
+        if libc::getppid().unsigned_abs() != parent {
+            return Err(std::io::ErrorKind::Interrupted.into());
+        }
         if let Some(input) = input {
             check(libc::fcntl(input, libc::F_SETFD, 0))?;
         }

@@ -16,9 +16,6 @@ use super::{ClipProbe, FORMATS, Ffmpeg, START_PIXELS, rejected, strings, too_slo
 use crate::error::GatewayError;
 use crate::media::fair::{Flow, Place};
 
-/// Conversion to RGB that gives the same bytes on every processor.
-const EXACT: &str = "bicubic+accurate_rnd+full_chroma_int+bitexact";
-
 /// Which frames of which clip, for whom.
 #[derive(Clone, Copy)]
 pub(super) struct Job<'a> {
@@ -66,9 +63,10 @@ impl<'a> FrameStream<'a> {
             if self.running.as_ref().is_none_or(|run| run.segment.picks.end <= self.given) {
                 // its place first: the next child may need it
                 self.running = None;
-                let Some(segment) = self.segments.pop_front() else { break };
+                let Some(coming) = self.segments.front() else { break };
                 // before a copy of its samples is made: what waits holds none
-                let place = self.job.enter(&segment).await;
+                let place = self.job.enter(coming).await;
+                let Some(segment) = self.segments.pop_front() else { break };
                 let excerpt = self.excerpt(&segment).await?;
                 if excerpt.is_none() && segment.way == Way::Excerpt {
                     self.decode_the_rest("an excerpt cannot be written");
@@ -91,11 +89,15 @@ impl<'a> FrameStream<'a> {
                     }
                     return Ok(Some(RgbFrame { size, pixels }));
                 }
-                Ok(Err(_)) if run.segment.way != Way::Counted => {
+                Ok(Err(_)) => {
                     let messages = run.child.messages();
+                    // what a decoder that lacked nothing complained of is no better a second time
+                    let is_damaged = !messages.is_empty() && self.job.lacks_nothing(&run.segment);
+                    if is_damaged || run.segment.way == Way::Counted {
+                        return Err(self.cut_short(messages));
+                    }
                     self.decode_the_rest(&messages);
                 }
-                Ok(Err(_)) => return Err(self.cut_short()),
             }
         }
         Ok(None)
@@ -111,6 +113,12 @@ impl<'a> FrameStream<'a> {
     #[cfg(test)]
     pub(super) fn segments(&mut self) -> &mut VecDeque<Segment> {
         &mut self.segments
+    }
+
+    /// Whether anything was read to make an excerpt.
+    #[cfg(test)]
+    pub(super) fn has_read_tables(&self) -> bool {
+        self.tables.is_some()
     }
 
     /// The file of the samples that a segment needs, if it is decoded that way and can be.
@@ -139,9 +147,8 @@ impl<'a> FrameStream<'a> {
         self.running = None;
     }
 
-    fn cut_short(&mut self) -> GatewayError {
+    fn cut_short(&self, messages: String) -> GatewayError {
         let (given, expected) = (self.given, self.job.frames.len());
-        let messages = self.running.as_mut().map_or_else(String::new, |run| run.child.messages());
         rejected(&format!(
             "the clip is damaged: only {given} of the {expected} chosen frames could be decoded"
         ))
@@ -153,6 +160,17 @@ impl Job<'_> {
     async fn enter(&self, segment: &Segment) -> Place {
         let cost = START_PIXELS + segment.decoded.saturating_mul(self.probe.coded.pixels());
         self.ffmpeg.enter(self.flow, cost).await
+    }
+
+    /// Whether the decoder is given all that its picks need, whatever the index said of it.
+    fn lacks_nothing(&self, segment: &Segment) -> bool {
+        let first = self.frames[segment.picks.start] as usize;
+        let is_clean = || self.probe.seek.as_ref().is_some_and(|table| table.is_joinable(first));
+        match segment.way {
+            Way::Counted => true,
+            Way::Sought => false,
+            Way::Excerpt => segment.picks.start == 0 || is_clean(),
+        }
     }
 
     fn start(
@@ -227,10 +245,10 @@ impl Job<'_> {
             None => select::by_number(&self.frames[segment.picks.clone()]),
         };
         let (width, height) = (self.probe.coded.width, self.probe.coded.height);
+        let convert = self.probe.colours.filters(width, height);
         let turn = self.probe.turn;
         let turn = if turn.is_empty() { String::new() } else { format!(",{turn}") };
-        // scaling changes nothing unless the stream changes its size, and then keeps ours
-        format!("select='{chosen}',scale={width}:{height}:flags={EXACT},format=rgb24{turn}")
+        format!("select='{chosen}',{convert}{turn}")
     }
 }
 

@@ -1,5 +1,6 @@
 //! FFmpeg, and nothing else in the gateway knows it: what a clip is, and the frames one asks for.
 
+mod colours;
 mod confine;
 mod frames;
 mod probe;
@@ -30,7 +31,7 @@ use crate::error::{ErrorKind, GatewayError};
 use crate::telemetry::Metrics;
 
 /// Containers that are opened at all. None of them can name another file or host.
-const FORMATS: &str = "mov,matroska,avi,mpegts,mpeg,flv,ogg,asf,gif";
+const FORMATS: &str = "mov,matroska,avi,mpegts,mpeg,flv,ogg,asf,gif,apng";
 /// Most bytes a probe may print: some million frames.
 const MAX_PROBE_BYTES: usize = 64 << 20;
 /// What starting a child costs, in pixels decoded meanwhile.
@@ -42,6 +43,7 @@ const CPU_PER_WALL: u32 = 4;
 pub struct Ffmpeg {
     programs: Result<Programs, String>,
     has_fps_mode: OnceCell<bool>,
+    has_zscale: OnceCell<bool>,
     places: Arc<FairQueue>,
     threads: u32,
     limits: FfmpegLimits,
@@ -79,6 +81,7 @@ impl Ffmpeg {
         Self {
             programs: find_programs(search_path),
             has_fps_mode: OnceCell::new(),
+            has_zscale: OnceCell::new(),
             places: FairQueue::new(u64::from(limits.max_processes)),
             threads: (cores / limits.max_processes).clamp(1, 8),
             limits,
@@ -105,6 +108,9 @@ impl Ffmpeg {
         };
         listing.check_size(self.limits.max_frame_pixels)?;
         listing.check_length(&self.limits)?;
+        if listing.needs_zscale() {
+            self.check_zscale(flow).await?;
+        }
         let probe = if listing.is_trustworthy() {
             listing.into_probe()?
         } else {
@@ -150,9 +156,26 @@ impl Ffmpeg {
     /// The option under which this FFmpeg is told to give frames as they come.
     async fn sync_option(&self, flow: &Flow) -> Result<&'static str, GatewayError> {
         let programs = self.programs()?;
-        let reading = || async { self.read_version(&programs.ffmpeg, flow).await };
+        let reading = || async {
+            let banner = self.ask(&programs.ffmpeg, &["-version"], flow).await?;
+            Ok::<_, GatewayError>(knows_fps_mode(&banner))
+        };
         let is_new = *self.has_fps_mode.get_or_try_init(reading).await?;
         Ok(if is_new { "-fps_mode" } else { "-vsync" })
+    }
+
+    /// # Errors
+    /// `MediaUnavailable` if this FFmpeg cannot show clips of a high dynamic range.
+    async fn check_zscale(&self, flow: &Flow) -> Result<(), GatewayError> {
+        let ffmpeg = &self.programs()?.ffmpeg;
+        let looking = || async {
+            let list = self.ask(ffmpeg, &["-hide_banner", "-filters"], flow).await?;
+            Ok::<_, GatewayError>(list.split_whitespace().any(|word| word == "zscale"))
+        };
+        if *self.has_zscale.get_or_try_init(looking).await? {
+            return Ok(());
+        }
+        Err(unavailable("this one has a high dynamic range, and FFmpeg was built without zscale"))
     }
 
     /// Runs ffprobe and gives all it prints.
@@ -237,12 +260,17 @@ impl Ffmpeg {
         })
     }
 
-    /// Whether this FFmpeg knows `-fps_mode` (5.1 and later; `-vsync` left with 8).
-    async fn read_version(&self, ffmpeg: &Path, flow: &Flow) -> Result<bool, GatewayError> {
+    /// What FFmpeg says of itself.
+    async fn ask(
+        &self,
+        ffmpeg: &Path,
+        arguments: &[&str],
+        flow: &Flow,
+    ) -> Result<String, GatewayError> {
         let place = self.enter(flow, START_PIXELS).await;
-        let mut child = self.start(ffmpeg, &strings(&["-version"]), None, place)?;
+        let mut child = self.start(ffmpeg, &strings(arguments), None, place)?;
         let output = self.collect(&mut child).await?;
-        Ok(knows_fps_mode(&String::from_utf8_lossy(&output)))
+        Ok(String::from_utf8_lossy(&output).into_owned())
     }
 
     fn programs(&self) -> Result<&Programs, GatewayError> {
@@ -264,7 +292,8 @@ fn find_programs(search_path: Option<&std::ffi::OsStr>) -> Result<Programs, Stri
     Ok(Programs { ffmpeg: find("ffmpeg")?, ffprobe: find("ffprobe")? })
 }
 
-/// Reads `ffmpeg version 5.1.9-0+deb12u1 ...`; builds from git carry no number and are new.
+/// Whether it knows `-fps_mode` (5.1 and later; `-vsync` left with 8). Reads `ffmpeg version
+/// 5.1.9-0+deb12u1 ...`; builds from git carry no number and are new.
 fn knows_fps_mode(banner: &str) -> bool {
     let version = banner.split_whitespace().nth(2).unwrap_or("");
     let version = version.trim_start_matches('n');

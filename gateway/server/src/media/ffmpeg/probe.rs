@@ -4,21 +4,23 @@ mod own;
 
 use gateway_media::{ClipInfo, ImageSize};
 
+use super::colours::Colours;
 use super::rejected;
 use super::segments::{self, SeekTable};
 use crate::error::GatewayError;
 
 /// Asks for the stream and its packets: nothing is decoded.
 pub(super) const PACKET_ENTRIES: &str = "packet=pts,pts_time,flags,pos,size:format=format_name:\
-     stream=codec_name,width,height,avg_frame_rate,nb_frames:\
+     stream=codec_name,width,height,avg_frame_rate,nb_frames,\
+     color_range,color_space,color_transfer,color_primaries:\
      stream_side_data=displaymatrix";
 /// Asks for the decoded frames.
 pub(super) const FRAME_ENTRIES: &str = "frame=best_effort_timestamp_time:\
      stream=codec_name,width,height,avg_frame_rate,nb_frames:stream_side_data=displaymatrix";
 
 /// Codecs in which a packet may give no frame, or more than one.
-const UNEVEN_CODECS: [&str; 8] =
-    ["vp8", "mpeg4", "msmpeg4v3", "msmpeg4v2", "h263", "mpeg2video", "mpeg1video", "vc1"];
+const UNEVEN_CODECS: [&str; 9] =
+    ["vp8", "mpeg4", "msmpeg4v3", "msmpeg4v2", "h263", "mpeg2video", "mpeg1video", "vc1", "apng"];
 /// Rates this close (relative) are one rate, seen through rounded time stamps.
 const SAME_RATE: f64 = 1e-3;
 
@@ -35,6 +37,8 @@ pub struct ClipProbe {
     pub(super) coded: ImageSize,
     /// Filters that turn a coded frame upright; empty if it is.
     pub(super) turn: &'static str,
+    /// How its frames become RGB.
+    pub(super) colours: Colours,
     /// Where decoding can begin besides the beginning, if the container says so reliably.
     pub(super) seek: Option<SeekTable>,
 }
@@ -61,6 +65,7 @@ struct Stream {
     average_rate: Option<f64>,
     container_frames: Option<usize>,
     turn: &'static str,
+    colours: Colours,
 }
 
 #[derive(Clone, Copy, Debug)]
@@ -162,6 +167,11 @@ impl Listing {
         self
     }
 
+    /// Whether its frames can only be converted by the filter `zscale`.
+    pub(super) fn needs_zscale(&self) -> bool {
+        self.stream.as_ref().is_some_and(|stream| stream.colours.needs_zscale())
+    }
+
     fn shown_packet_times(&self) -> Vec<f64> {
         let shown = self.packets.iter().filter(|packet| !packet.is_discarded);
         let mut times: Vec<f64> = shown.filter_map(|packet| packet.time_s).collect();
@@ -193,6 +203,7 @@ impl Listing {
             frame_times_s,
             coded: stream.coded,
             turn: stream.turn,
+            colours: stream.colours,
             seek,
         })
     }
@@ -278,10 +289,11 @@ fn stream(fields: &str) -> Option<Stream> {
         average_rate: value(fields, "avg_frame_rate").and_then(rational),
         container_frames: value(fields, "nb_frames").and_then(|text| text.parse().ok()),
         turn: value(fields, "displaymatrix").map_or("", turn),
+        colours: Colours::of_stream(fields),
     })
 }
 
-fn value<'a>(fields: &'a str, name: &str) -> Option<&'a str> {
+pub(super) fn value<'a>(fields: &'a str, name: &str) -> Option<&'a str> {
     fields.split('|').find_map(|field| field.strip_prefix(name)?.strip_prefix('='))
 }
 

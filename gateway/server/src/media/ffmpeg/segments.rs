@@ -210,6 +210,7 @@ fn joined(probe: &ClipProbe, table: &SeekTable, stretches: &[(Segment, bool)]) -
 
 #[cfg(test)]
 mod tests {
+    use super::super::colours::Colours;
     use super::*;
     use gateway_media::{ClipInfo, ImageSize};
 
@@ -227,6 +228,7 @@ mod tests {
             frame_times_s: (0..num_frames).map(|number| f64::from(number) / 30.0).collect(),
             coded: size,
             turn: "",
+            colours: Colours::default(),
             seek: SeekTable::new(&packets, false),
         }
     }

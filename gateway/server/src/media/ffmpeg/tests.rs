@@ -1,5 +1,7 @@
 //! FFmpeg on the sample clips: what the tests of several subjects share.
 
+mod colours;
+mod damage;
 mod files;
 mod limits;
 mod seeking;

@@ -1,6 +1,6 @@
 //! A listing from the clip's own tables, in place of ffprobe's or beside it.
 
-use super::{Listing, Packet, Stream, turn_of};
+use super::{Colours, Listing, Packet, Stream, turn_of};
 use crate::media::ffmpeg::tables::Tables;
 
 impl Listing {
@@ -15,6 +15,8 @@ impl Listing {
             average_rate: Some(average).filter(|rate| rate.is_finite() && *rate > 0.0),
             container_frames: None,
             turn: turn_of(movie.turn),
+            // a high range is left to ffprobe
+            colours: Colours::Plain,
         };
         let samples = movie.samples.iter().zip(&tables.is_clean);
         let packets = samples.map(|(sample, is_clean)| {

@@ -1,0 +1,1 @@
+../../../server/src/media/ffmpeg/colours.rs
