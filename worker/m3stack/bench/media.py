@@ -30,12 +30,16 @@ import transformers
 from PIL import Image
 
 from m3stack._gateway import Preparer
+from m3stack.bench import media_gateways
 from m3stack.bench.media_arms import PATCH, Work, clip_arms, picture_arms, run_ffmpeg
+from m3stack.bench.media_gateways import Figures
 from m3stack.checkpoints import builtin_checkpoint
 
 PICTURES = (("1080p JPEG", 1920, 1080), ("4K JPEG", 3840, 2160))
 # children of ours are told to end when their last frame is there
 SETTLE_S = 0.05
+# of a picture in one round, so that ticks of the clock do not count
+REQUESTS = 10
 
 
 @dataclass(frozen=True, slots=True)
@@ -238,6 +242,35 @@ def clip_rows(rounds: int, kinds: Sequence[ClipKind]) -> list[Row]:
     return rows
 
 
+def gateway_rows(rounds: int, smg: Path | None) -> list[Row]:
+    """First requests through whole gateways; for clips the bare decode beside them."""
+    rows = []
+    with tempfile.TemporaryDirectory() as directory, media_gateways.gateways(smg) as arms:
+        for name, width, height in PICTURES:
+            body = json.loads(chat("image", photo(width, height)))
+            times = 1 if rounds == 1 else REQUESTS
+            figures = media_gateways.compare(arms, body, rounds, times)
+            rows.append(measured(Row(f"{name}, a first request through the gateway"), *figures))
+        for kind in (clip for clip in CLIPS if clip.plays == 1):
+            path = make_clip(Path(directory), kind)
+            body = json.loads(chat("video", path.read_bytes(), fps=kind.fps))
+            row = measured(
+                Row(f"{kind.name}, through the gateway"),
+                *media_gateways.compare(arms, body, min(rounds, kind.rounds), 1),
+            )
+            bare = {"bare_decode": clip_arms(path, [], [])["bare_decode"]}
+            alone = run_rounds(Row(""), bare, min(rounds, kind.rounds), SETTLE_S)
+            rows.append(measured(row, alone.median, alone.best, alone.wall))
+    return rows
+
+
+def measured(row: Row, median: Figures, best: Figures, wall: Figures) -> Row:
+    """The row with more arms."""
+    for known, more in ((row.median, median), (row.best, best), (row.wall, wall)):
+        known.update({name: round(figure, 3) for name, figure in more.items()})
+    return row
+
+
 def machine() -> dict[str, str]:
     model = platform.processor() or platform.machine()
     cpu_info = Path("/proc/cpuinfo")
@@ -267,9 +300,10 @@ def main(argv: Sequence[str]) -> int:
     )
     parser.add_argument(
         "--only",
-        choices=["pictures", "clips", "hour"],
-        help="a part of it; the hour is no part of the whole",
+        choices=["pictures", "clips", "gateways", "hour"],
+        help="a part of it; gateways (built by `make bench`) and the hour are no part of the whole",
     )
+    parser.add_argument("--smg", type=Path, metavar="PROGRAM", help="the peer's smg, for gateways")
     parser.add_argument("--json", type=Path, help="where to write the rows")
     options = parser.parse_args(argv)
     torch.set_num_threads(1)
@@ -280,7 +314,12 @@ def main(argv: Sequence[str]) -> int:
     except MismatchError as error:
         print(f"m3stack bench media: {error}", file=sys.stderr)
         return 1
-    if options.only != "pictures":
+    if options.only == "gateways":
+        if missing := media_gateways.missing_programs(options.smg):
+            print(f"m3stack bench media: not built: {', '.join(missing)}", file=sys.stderr)
+            return 2
+        rows += gateway_rows(options.rounds, options.smg)
+    elif options.only != "pictures":
         if shutil.which("ffmpeg") is None:
             print("m3stack bench media: ffmpeg is not installed", file=sys.stderr)
             return 2

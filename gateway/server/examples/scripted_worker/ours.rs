@@ -63,6 +63,7 @@ impl WorkerService for Scripted {
         else {
             return Err(Status::invalid_argument("the first message must be the header"));
         };
+        let asking = take_media(&header, requests);
         let max_tokens = header.sampling.and_then(|sampling| sampling.max_tokens);
         let (token_ids, is_cut) = self.script.within(max_tokens);
         let usage = proto::Usage {
@@ -81,7 +82,7 @@ impl WorkerService for Scripted {
         let reply = |body| Ok(proto::GenerateResponse { body: Some(body) });
         if self.script.interval.is_zero() {
             let bodies = [started, tokens(token_ids), finished];
-            return Ok(Response::new(stream::iter(bodies.map(reply)).boxed()));
+            return Ok(Response::new(asking.chain(stream::iter(bodies.map(reply))).boxed()));
         }
         let script = self.script.clone();
         let paced = stream::iter(token_ids.into_iter().enumerate()).then(move |(place, id)| {
@@ -92,8 +93,35 @@ impl WorkerService for Scripted {
             }
         });
         let all = stream::iter([started]).chain(paced).chain(stream::iter([finished]));
-        Ok(Response::new(all.map(reply).boxed()))
+        Ok(Response::new(asking.chain(all.map(reply)).boxed()))
     }
+}
+
+/// Asks for every item of a request and reads them to their end; nothing for one without media.
+fn take_media(
+    header: &proto::GenerateHeader,
+    mut requests: Streaming<proto::GenerateRequest>,
+) -> Replies<proto::GenerateResponse> {
+    let count = u32::try_from(header.media.len()).unwrap_or(u32::MAX);
+    if count == 0 {
+        return stream::empty().boxed();
+    }
+    let needs = Body::Needs(proto::MediaNeeds { item_indices: (0..count).collect() });
+    let asked = Ok(proto::GenerateResponse { body: Some(needs) });
+    let mut left: u64 = header.media.iter().map(|item| item.patch_bytes).sum();
+    let taking = async move {
+        while left > 0 {
+            match requests.message().await?.and_then(|request| request.body) {
+                Some(proto::generate_request::Body::Chunk(chunk)) => {
+                    left = left.saturating_sub(chunk.data.len() as u64);
+                }
+                _ => return Err(Status::invalid_argument("media broke off")),
+            }
+        }
+        Ok(())
+    };
+    let taken = stream::once(taking).filter_map(|done| async { done.err().map(Err) });
+    stream::iter([asked]).chain(taken).boxed()
 }
 
 fn identity(model: &Model) -> proto::Identity {

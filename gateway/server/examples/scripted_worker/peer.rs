@@ -20,6 +20,9 @@ use tonic_prost::ProstCodec;
 
 use crate::{Arguments, Script};
 
+/// A minute of 720p in one message of its patches is some 210 MB.
+const MAX_MESSAGE_BYTES: usize = 1 << 30;
+
 #[derive(Clone, PartialEq, prost::Message)]
 struct Empty {}
 
@@ -197,7 +200,7 @@ impl Service<http::Request<Body>> for Peer {
             Ok(match method {
                 "Generate" => {
                     let mut grpc = Grpc::new(ProstCodec::<Reply, Generate>::default())
-                        .apply_max_message_size_config(Some(64 << 20), None);
+                        .apply_max_message_size_config(Some(MAX_MESSAGE_BYTES), None);
                     let serve = tower::service_fn(move |request: Request<Generate>| {
                         let replies = answer(&peer.script, request.into_inner());
                         std::future::ready(Ok::<_, Status>(Response::new(replies)))
