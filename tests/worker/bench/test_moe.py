@@ -22,8 +22,8 @@ from m3stack.bench.kernels.moe_layers import (
     make_tokens,
     used_experts,
 )
-from m3stack.kernels.moe.with_cuda import Path as Kernel
-from m3stack.kernels.moe.with_cuda import choose_path
+from m3stack.kernels.moe.cuda_sizes import Path as Kernel
+from m3stack.kernels.moe.cuda_sizes import choose_path
 from m3stack.kernels.moe.with_triton import TritonExperts
 
 pytestmark = pytest.mark.filterwarnings("ignore:Conversion of an array:DeprecationWarning")

@@ -12,7 +12,7 @@ pytest.importorskip("triton")
 
 from m3stack.kernels.build import FLAGS, SOURCES, CompilerMissingError, find_compiler
 from m3stack.kernels.moe import cuda_library
-from m3stack.kernels.moe.with_cuda import few_block_tokens
+from m3stack.kernels.moe.cuda_sizes import few_block_tokens
 
 UNITS = {
     "moe_few.cu": ("LDG.E.NA.LTC256B.128", "HMMA.16816.F32.BF16", "HMUL2.BF16", "ACQBULK"),
@@ -68,7 +68,7 @@ def test_sources_keep_their_registers_and_use_the_units_they_name(
     ("source", "struct", "mirror"),
     [
         ("moe_few.cu", "FewArgs", cuda_library.FewArgs),
-        ("moe_ring.cuh", "RingArgs", cuda_library.RingArgs),
+        ("moe_ring_tiles.cuh", "RingArgs", cuda_library.RingArgs),
         ("moe_order.cu", "SortArgs", cuda_library.SortArgs),
         ("moe_order.cu", "GatherArgs", cuda_library.GatherArgs),
         ("moe_route.cu", "RouteArgs", cuda_library.RouteArgs),

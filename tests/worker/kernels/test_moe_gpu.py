@@ -10,7 +10,8 @@ pytest.importorskip("triton")
 
 from m3stack.kernels.interface import Mxfp8Weight, SharedExpert, Weight
 from m3stack.kernels.moe import reference
-from m3stack.kernels.moe.with_cuda import CudaExperts, Path
+from m3stack.kernels.moe.cuda_sizes import Path
+from m3stack.kernels.moe.with_cuda import CudaExperts
 from m3stack.kernels.quantised import mxfp8
 from m3stack.kernels.quantised.reference import linear_mxfp8 as reference_linear
 

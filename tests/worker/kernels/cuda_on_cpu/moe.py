@@ -6,6 +6,8 @@ import ctypes
 from ctypes import c_uint
 from pathlib import Path
 
+import torch
+
 from m3stack.kernels.build import SOURCES
 from m3stack.kernels.moe.cuda_library import ExpertLibrary
 from tests.worker.kernels.cuda_on_cpu.build import (
@@ -54,7 +56,7 @@ class EmulatedExperts(ExpertLibrary):
     def __init__(self, path: Path, *, processors: int, seed: int) -> None:
         library = ctypes.CDLL(str(path))
         library.start_emulator(c_uint(seed))
-        self._bind(library, processors)
+        self._bind(library, processors, torch.device("cpu"))
 
     def _stream(self) -> int:
         return 0

@@ -38,8 +38,9 @@ from m3stack.bench.kernels.moe_layers import (
     make_tokens,
     used_experts,
 )
-from m3stack.kernels.moe.with_cuda import CudaExperts, choose_path
-from m3stack.kernels.moe.with_cuda import Path as Kernel
+from m3stack.kernels.moe.cuda_sizes import Path as Kernel
+from m3stack.kernels.moe.cuda_sizes import choose_path
+from m3stack.kernels.moe.with_cuda import CudaExperts
 from m3stack.kernels.moe.with_triton import TritonExperts
 
 TOKENS = (1, 8, 64, 256, 1024, 2048, 8192)

@@ -1,7 +1,7 @@
 // Puts (token, expert) pairs in order of their experts, and tokens in order of their pairs.
 //
 // A block an expert: each reads all ids, so none waits for another and no size leaves the GPU.
-#include "moe_ring.cuh"
+#include "moe_ring_tiles.cuh"
 
 namespace m3 {
 
@@ -94,6 +94,7 @@ struct GatherArgs {
     const void* x;         // bf16 [tokens, width]
     const int32_t* pairs;  // [num_pairs], negative ones last
     void* out;             // bf16 [num_pairs (+ tokens), width]: by pair, none for a negative one, then all tokens
+    int32_t* next_tiles;   // [2], set to 0 for the products that follow
     int64_t x_row;         // elements between rows of x
     int32_t num_pairs;
     int32_t top_k;
@@ -105,6 +106,7 @@ constexpr int kGatherThreads = 192;
 
 __global__ void __launch_bounds__(kGatherThreads) gather_kernel(const __grid_constant__ GatherArgs a) {
     const int64_t row = blockIdx.x;
+    if (row == 0 && threadIdx.x < 2) a.next_tiles[threadIdx.x] = 0;
     const int pair = row < a.num_pairs ? a.pairs[row] : 0;
     if (pair < 0) return;
     const int64_t token = row < a.num_pairs ? pair / a.top_k : row - a.num_pairs;

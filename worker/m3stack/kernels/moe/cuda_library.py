@@ -83,6 +83,7 @@ class RingArgs(ctypes.Structure):
         ("counts", c_void_p),
         ("pairs", c_void_p),
         ("pair_weights", c_void_p),
+        ("next_tile", c_void_p),
         ("out", c_void_p),
         ("alpha", c_float),
         ("limit", c_float),
@@ -120,6 +121,7 @@ class GatherArgs(ctypes.Structure):
         ("x", c_void_p),
         ("pairs", c_void_p),
         ("out", c_void_p),
+        ("next_tiles", c_void_p),
         ("x_row", c_int64),
         ("num_pairs", c_int32),
         ("top_k", c_int32),
@@ -202,11 +204,16 @@ class ExpertLibrary:
                 f"expert kernels are built for sm_90a; this device is sm_{capability[0]}"
                 f"{capability[1]} ({torch.cuda.get_device_name()})"
             )
-        own = torch.cuda.get_device_properties(torch.cuda.current_device())
-        self._bind(load_library("moe", SOURCES), own.multi_processor_count)
+        device = torch.device("cuda", torch.cuda.current_device())
+        own = torch.cuda.get_device_properties(device)
+        self._bind(load_library("moe", SOURCES), own.multi_processor_count, device)
 
-    def _bind(self, library: ctypes.CDLL, processors: int) -> None:
+    def _bind(self, library: ctypes.CDLL, processors: int, device: torch.device) -> None:
         self._library, self.processors = library, processors
+        # tiles taken of the up product and the down product of one call
+        self.next_tiles = torch.zeros(2, dtype=torch.int32, device=device)
+        self._first_numbers = torch.arange(ROUTE_CHOSEN, dtype=torch.int32, device=device)
+        self._ones = torch.ones_like(self._first_numbers)
         self._maps: dict[tuple[int, MapSizes], bytes] = {}
         for name, arguments in {
             "m3_expert_map": [c_void_p, c_void_p, c_int, c_int, c_void_p, c_void_p, c_void_p],
@@ -317,12 +324,22 @@ class ExpertLibrary:
         self._call("m3_sort", byref(arguments))
         return SortedPairs(pairs, experts, firsts, counts)
 
+    def lone(self, ids_1k: Tensor) -> SortedPairs:
+        """The pairs of one token, whose experts are all different: each is a block by itself.
+
+        Args:
+            ids_1k: int32 [1, k], contiguous, at most `ROUTE_CHOSEN`; negative ids are in no block.
+        """
+        first, ones = self._first_numbers[: ids_1k.numel()], self._ones[: ids_1k.numel()]
+        return SortedPairs(first, ids_1k[0], first, ones)
+
     def gather(
         self, x: Tensor, pairs: Tensor | None, *, top_k: int, is_coded: bool, with_tokens: bool
     ) -> Tensor:
         """bf16 [pairs (+ tokens), width]: the token of each pair, then each token once.
 
-        Rows of negative pairs, those that no expert here has, are left as they are allocated.
+        Tiles of the ring that follows are counted from their first on. Rows of negative pairs, that
+        no expert here has, are left as they are allocated.
 
         Args:
             x: bf16 [tokens, width], rows on multiples of 16 bytes.
@@ -338,8 +355,8 @@ class ExpertLibrary:
         out = torch.empty(rows, x.shape[1], dtype=x.dtype, device=x.device)
         arguments = GatherArgs(
             x=x.data_ptr(), pairs=None if pairs is None else pairs.data_ptr(), out=out.data_ptr(),
-            x_row=x.stride(0), num_pairs=num_pairs, top_k=top_k, width=x.shape[1],
-            is_coded=is_coded,
+            next_tiles=self.next_tiles.data_ptr(), x_row=x.stride(0), num_pairs=num_pairs,
+            top_k=top_k, width=x.shape[1], is_coded=is_coded,
         )  # fmt: skip
         self._call("m3_gather", byref(arguments), rows)
         return out
