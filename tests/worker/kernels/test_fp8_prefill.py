@@ -188,7 +188,7 @@ def test_cuda_arms_serve_widened_pages(arm):
 @pytest.mark.parametrize("with_scales", [False, True])
 @pytest.mark.parametrize("tile_tokens", [4, 8])
 @pytest.mark.parametrize("new_blocks", [2, 15])
-def test_pages_widened_as_they_load_give_what_bf16_pages_give(new_blocks, tile_tokens, with_scales):
+def test_pages_widened_as_they_load_give_what_they_stand_for(new_blocks, tile_tokens, with_scales):
     shape = BatchShape(seq_lens=(30_001, 0, 900, 128), num_rows=(500, 1, 333, 1))
     batch = make_batch(shape, device="cuda", seed=5, poison=False)
     pages, exact = quantised(batch)
@@ -200,12 +200,11 @@ def test_pages_widened_as_they_load_give_what_bf16_pages_give(new_blocks, tile_t
     kernels = CudaPrefill(PrefillLibrary(), policy)
     inputs = (blocks_GTK, batch.rows, SCALE)
     actual = kernels.block_attention_fp8(batch.q_THD, pages, *inputs)
-    narrow = LayerPages(exact.k_PGBD.bfloat16(), exact.v_PGBD.bfloat16(), None)
-    require_equal(actual, kernels.block_attention(batch.q_THD, narrow, *inputs), what="bf16 pages")
     # unwritten slots are NaN in the pages and no numbers in the reference
     written = LayerPages(exact.k_PGBD.nan_to_num(), exact.v_PGBD.nan_to_num(), None)
     expected = reference.block_attention(batch.q_THD.float(), written, *inputs)
-    require_close(actual, expected, limit=6e-3, what="e4m3 pages")
+    # f16 weights, bf16 output
+    require_close(actual, expected, limit=3e-3, what="e4m3 pages")
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         output = kernels.block_attention_fp8(batch.q_THD, pages, *inputs)

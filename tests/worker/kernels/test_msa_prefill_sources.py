@@ -21,7 +21,7 @@ PRODUCTS = {
 SPILLED_BYTES = {
     "score_tiles": 0,
     "attend_unions": 8,
-    "attend_coded_unions": 0,
+    "attend_coded_unions": 16,
     "attend_key_major": 8,
 }
 

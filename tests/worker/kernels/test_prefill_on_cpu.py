@@ -14,7 +14,7 @@ import torch
 pytest.importorskip("triton")
 
 from m3stack.bench.kernels.batches import BatchShape, MsaBatch, make_batch, written_slots
-from m3stack.bench.kernels.harness import require_close, require_equal
+from m3stack.bench.kernels.harness import require_close
 from m3stack.bench.kernels.prefill_selections import rolling_selection
 from m3stack.kernels.interface import NO_BLOCK, LayerPages
 from m3stack.kernels.msa import reference
@@ -25,8 +25,8 @@ from tests.worker.kernels.cuda_on_cpu.prefill import EmulatedPrefill, build
 pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
 
 SCALE = 128**-0.5
-# bf16 weights and output against an fp32 softmax
-CLOSE = 6e-3
+# bf16 weights and output against an fp32 softmax; over e4m3 pages weights are f16, of 3 bits more
+CLOSE, CLOSE_CODED = 6e-3, 3e-3
 NAN_CODE = 0x7F
 # a chunk in mid sequence, an idle row, one row alone, a chunk from its start
 RAGGED = BatchShape(seq_lens=(2950, 0, 300, 260), num_rows=(6, 1, 1, 5), groups=2)
@@ -80,7 +80,7 @@ def test_rows_attend_the_blocks_they_chose(built: Path, tile_tokens: int) -> Non
 @pytest.mark.parametrize("with_scales", [False, True])
 @pytest.mark.parametrize("new_blocks", [2, 15])
 @pytest.mark.parametrize("tile_tokens", [4, 8])
-def test_coded_pages_give_what_they_stand_for_bit_for_bit(
+def test_coded_pages_give_what_they_stand_for(
     built: Path, tile_tokens: int, new_blocks: int, with_scales: bool
 ) -> None:
     batch = make_batch(RAGGED, device="cpu", seed=new_blocks, poison=False)
@@ -92,9 +92,7 @@ def test_coded_pages_give_what_they_stand_for_bit_for_bit(
     kernels = prefill(built, tile_tokens, seed=7 * tile_tokens + new_blocks)
     actual = kernels.block_attention_fp8(batch.q_THD, pages, *inputs)
     expected = reference.block_attention(batch.q_THD.float(), exact, *inputs)
-    require_close(actual, expected, limit=CLOSE, what="attention over e4m3 pages")
-    over_bf16 = kernels.block_attention(batch.q_THD, exact, *inputs)
-    require_equal(actual, over_bf16, what="attention over e4m3 and bf16 pages")
+    require_close(actual, expected, limit=CLOSE_CODED, what="attention over e4m3 pages")
 
 
 def test_a_nan_that_was_written_is_seen(built: Path) -> None:
@@ -117,4 +115,4 @@ def test_ranks_of_fewer_heads_are_filled_up(built: Path) -> None:
     inputs = (rolling_selection(batch.rows, 6, 1, 2, seed=4), batch.rows, SCALE)
     actual = prefill(built, 4, seed=5).block_attention_fp8(batch.q_THD, pages, *inputs)
     expected = reference.block_attention(batch.q_THD.float(), exact, *inputs)
-    require_close(actual, expected, limit=CLOSE, what="eight heads of a group")
+    require_close(actual, expected, limit=CLOSE_CODED, what="eight heads of a group")

@@ -119,16 +119,18 @@ __device__ __forceinline__ void hide_keys(float (&scores)[64], int visible) {
   }
 }
 
-// Turns scores into weights under the new maxima; returns the factors for what came before.
-__device__ __forceinline__ float2 soften(float (&scores)[64], SoftmaxRows& rows, float scale_log2) {
+// Turns scores into weights under the new maxima; returns the factors for what came before. A score
+// stands for `unit` times itself, maxima for themselves.
+__device__ __forceinline__ float2 soften(float (&scores)[64], SoftmaxRows& rows, float scale_log2,
+                                         float unit = 1.0f) {
   float low = scores[0], high = scores[2];
 #pragma unroll
   for (int i = 0; i < 64; i += 4) {
     low = fmaxf(low, fmaxf(scores[i], scores[i + 1]));
     high = fmaxf(high, fmaxf(scores[i + 2], scores[i + 3]));
   }
-  low = fmaxf(rows.max_low, quad_max(low));
-  high = fmaxf(rows.max_high, quad_max(high));
+  low = fmaxf(rows.max_low, quad_max(low) * unit);
+  high = fmaxf(rows.max_high, quad_max(high) * unit);
   // a row without a visible key so far keeps weight 0 instead of inf - inf
   const float base_low = low == -INFINITY ? 0 : low * scale_log2;
   const float base_high = high == -INFINITY ? 0 : high * scale_log2;
@@ -136,13 +138,14 @@ __device__ __forceinline__ float2 soften(float (&scores)[64], SoftmaxRows& rows,
                                      exp2_fast(rows.max_high * scale_log2 - base_high));
   rows.max_low = low;
   rows.max_high = high;
+  const float score_log2 = scale_log2 * unit;
   float sum_low = 0, sum_high = 0;
 #pragma unroll
   for (int i = 0; i < 64; i += 4) {
-    scores[i] = exp2_fast(scores[i] * scale_log2 - base_low);
-    scores[i + 1] = exp2_fast(scores[i + 1] * scale_log2 - base_low);
-    scores[i + 2] = exp2_fast(scores[i + 2] * scale_log2 - base_high);
-    scores[i + 3] = exp2_fast(scores[i + 3] * scale_log2 - base_high);
+    scores[i] = exp2_fast(scores[i] * score_log2 - base_low);
+    scores[i + 1] = exp2_fast(scores[i + 1] * score_log2 - base_low);
+    scores[i + 2] = exp2_fast(scores[i + 2] * score_log2 - base_high);
+    scores[i + 3] = exp2_fast(scores[i + 3] * score_log2 - base_high);
     sum_low += scores[i] + scores[i + 1];
     sum_high += scores[i + 2] + scores[i + 3];
   }
@@ -151,9 +154,13 @@ __device__ __forceinline__ float2 soften(float (&scores)[64], SoftmaxRows& rows,
   return factors;
 }
 
+template <Values kValues = Values::kBf16>
 __device__ __forceinline__ void pack_weights(const float (&scores)[64], uint32_t (&weights)[32]) {
 #pragma unroll
-  for (int i = 0; i < 32; ++i) weights[i] = pack_bf16(scores[2 * i], scores[2 * i + 1]);
+  for (int i = 0; i < 32; ++i) {
+    weights[i] = kValues == Values::kBf16 ? pack_bf16(scores[2 * i], scores[2 * i + 1])
+                                          : pack_f16(scores[2 * i], scores[2 * i + 1]);
+  }
 }
 
 // Most blocks leave the maxima of a whole warp as they were.
@@ -171,6 +178,7 @@ __device__ __forceinline__ void rescale(float (&out)[64], float2 factors) {
 // ---- matrix products of one warpgroup ----
 
 // scores[64 x 128] = queries[64 rows] * page of keys; query halves lie half_pitch bytes apart.
+template <Values kValues = Values::kBf16>
 __device__ __forceinline__ void multiply_keys(float (&scores)[64], const uint8_t* queries,
                                               int half_pitch, const uint8_t* keys) {
   const uint64_t q_low = describe_rows(pinned(shared_address(queries)));
@@ -180,20 +188,21 @@ __device__ __forceinline__ void multiply_keys(float (&scores)[64], const uint8_t
   mma_fence();
 #pragma unroll
   for (int step = 0; step < 8; ++step)
-    mma_shared(scores, (step < 4 ? q_low : q_high) + 2 * (step & 3),
-               (step < 4 ? k_low : k_high) + 2 * (step & 3), step);
+    mma_shared<kValues>(scores, (step < 4 ? q_low : q_high) + 2 * (step & 3),
+                        (step < 4 ? k_low : k_high) + 2 * (step & 3), step);
   mma_commit();
 }
 
 // out[64 x 128] (+)= weights[64 x 128] * page of values.
+template <Values kValues = Values::kBf16>
 __device__ __forceinline__ void multiply_values(float (&out)[64], const uint32_t (&weights)[32],
                                                 const uint8_t* values, int accumulate) {
   const uint64_t first = describe_columns(pinned(shared_address(values)));
   mma_fence();
 #pragma unroll
   for (int step = 0; step < 8; ++step)
-    mma_registers_columns(out, weights + 4 * step, first + step * (2048 >> 4),
-                          step > 0 ? 1 : accumulate);
+    mma_registers_columns<kValues>(out, weights + 4 * step, first + step * (2048 >> 4),
+                                   step > 0 ? 1 : accumulate);
   mma_commit();
 }
 

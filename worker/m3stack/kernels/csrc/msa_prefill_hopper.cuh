@@ -171,35 +171,45 @@ __device__ __forceinline__ uint64_t describe_columns(uint32_t address) {
   "%32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, "              \
   "%48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63}, "
 
+// What operands of a product are; e4m3 values are exact in either.
+enum class Values { kBf16, kF16 };
+
+#define M3_WGMMA(types, operands)                                             \
+  "wgmma.mma_async.sync.aligned.m64n128k16.f32." types " " M3_REGISTER_LIST_64 operands ";\n}"
+
 // d[64 x 128] = (accumulate ? d : 0) + a[64 x 16] * b, a and b by descriptor, b row-wise.
+template <Values kValues = Values::kBf16>
 __device__ __forceinline__ void mma_shared(float (&d)[64], uint64_t a, uint64_t b,
                                            int accumulate) {
-  asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %66, 0;\n"
-               "wgmma.mma_async.sync.aligned.m64n128k16.f32.bf16.bf16 " M3_REGISTER_LIST_64
-               "%64, %65, p, 1, 1, 0, 0;\n}"
-               : M3_ACCUMULATORS_64(d)
-               : "l"(a), "l"(b), "r"(accumulate));
+#define M3_PRODUCT(types)                                                            \
+  asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %66, 0;\n" M3_WGMMA(types, "%64, %65, p, 1, 1, 0, 0") \
+               : M3_ACCUMULATORS_64(d)                                               \
+               : "l"(a), "l"(b), "r"(accumulate))
+  if constexpr (kValues == Values::kBf16) M3_PRODUCT("bf16.bf16");
+  else M3_PRODUCT("f16.f16");
+#undef M3_PRODUCT
 }
+
+#define M3_PRODUCT(types, order)                                                     \
+  asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %69, 0;\n"                          \
+               M3_WGMMA(types, "{%64, %65, %66, %67}, %68, p, 1, 1, " order)         \
+               : M3_ACCUMULATORS_64(d)                                               \
+               : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(accumulate))
 
 // The same with a in registers.
 __device__ __forceinline__ void mma_registers(float (&d)[64], const uint32_t* a, uint64_t b,
                                               int accumulate) {
-  asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %69, 0;\n"
-               "wgmma.mma_async.sync.aligned.m64n128k16.f32.bf16.bf16 " M3_REGISTER_LIST_64
-               "{%64, %65, %66, %67}, %68, p, 1, 1, 0;\n}"
-               : M3_ACCUMULATORS_64(d)
-               : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(accumulate));
+  M3_PRODUCT("bf16.bf16", "0");
 }
 
 // d += a * b with a in registers and b column-wise (V).
+template <Values kValues = Values::kBf16>
 __device__ __forceinline__ void mma_registers_columns(float (&d)[64], const uint32_t* a,
                                                       uint64_t b, int accumulate) {
-  asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %69, 0;\n"
-               "wgmma.mma_async.sync.aligned.m64n128k16.f32.bf16.bf16 " M3_REGISTER_LIST_64
-               "{%64, %65, %66, %67}, %68, p, 1, 1, 1;\n}"
-               : M3_ACCUMULATORS_64(d)
-               : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(accumulate));
+  if constexpr (kValues == Values::kBf16) M3_PRODUCT("bf16.bf16", "1");
+  else M3_PRODUCT("f16.f16", "1");
 }
+#undef M3_PRODUCT
 
 // ---- small arithmetic ----
 // Zero in place, so that what held the value goes on holding it.
@@ -226,20 +236,25 @@ __device__ __forceinline__ uint32_t pack_bf16(float low, float high) {
   return result;
 }
 
-// Four e4m3 as two pairs of bf16, times a power of two given as such a pair. NaN stays NaN.
-__device__ __forceinline__ void widen_e4m3(uint32_t four, uint32_t scale, uint32_t& low,
-                                           uint32_t& high) {
-#pragma unroll
-  for (int half = 0; half < 2; ++half) {
-    uint32_t wide, product;
-    float first, second;
-    asm("cvt.rn.f16x2.e4m3x2 %0, %1;" : "=r"(wide) : "h"(uint16_t(four >> (16 * half))));
-    asm("{\n.reg .b16 x, y;\nmov.b32 {x, y}, %2;\ncvt.f32.f16 %0, x;\ncvt.f32.f16 %1, y;\n}"
-        : "=f"(first), "=f"(second)
-        : "r"(wide));
-    asm("mul.rn.bf16x2 %0, %1, %2;" : "=r"(product) : "r"(pack_bf16(first, second)), "r"(scale));
-    (half ? high : low) = product;
-  }
+__device__ __forceinline__ uint32_t pack_f16(float low, float high) {
+  uint32_t result;
+  asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(result) : "f"(high), "f"(low));
+  return result;
+}
+
+__device__ __forceinline__ float low_of_bf16(uint32_t pair) { return __uint_as_float(pair << 16); }
+__device__ __forceinline__ float high_of_bf16(uint32_t pair) {
+  return __uint_as_float(pair & 0xffff0000u);
+}
+
+// Four e4m3 as two pairs of f16, which hold them exactly. NaN stays NaN.
+__device__ __forceinline__ uint2 widen_e4m3(uint32_t four) {
+  uint2 wide;
+  asm("{\n.reg .b16 low, high;\nmov.b32 {low, high}, %2;\n"
+      "cvt.rn.f16x2.e4m3x2 %0, low;\ncvt.rn.f16x2.e4m3x2 %1, high;\n}"
+      : "=r"(wide.x), "=r"(wide.y)
+      : "r"(four));
+  return wide;
 }
 
 inline cudaError_t launch_plain(const void* kernel, dim3 blocks, int threads, size_t shared_bytes,

@@ -8,7 +8,7 @@ namespace m3 {
 
 struct NoFeed {};
 template <int kWarpgroups>
-using PlainForm = UnionForm<kWarpgroups, 1, 3, 1, NoFeed>;
+using PlainForm = UnionForm<kWarpgroups, 1, 3, 1, Values::kBf16, NoFeed>;
 
 // Runs in one warp: copies the pages of every union, keys or values, and the queries with the keys.
 template <typename F, bool kKeys>

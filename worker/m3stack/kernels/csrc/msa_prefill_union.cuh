@@ -12,9 +12,12 @@ namespace m3 {
 
 // What the kernels of a format and a tile size differ in. `Feed` is what those who fill the rings
 // keep in shared memory beside them.
-template <int WARPGROUPS, int FEED_WARPGROUPS, int STAGES, int FILLERS, typename FEED>
+template <int WARPGROUPS, int FEED_WARPGROUPS, int STAGES, int FILLERS, Values VALUES, typename FEED>
 struct UnionForm {
   using Feed = FEED;
+  static constexpr Values kValues = VALUES;
+  // f16 ones are of e4m3 pages, whose scales `Feed` has
+  static constexpr bool kIsCoded = VALUES == Values::kF16;
   static constexpr int kWarpgroups = WARPGROUPS;           // that multiply; four tokens each
   static constexpr int kFeedWarpgroups = FEED_WARPGROUPS;  // these come first
   static constexpr int kThreads = (WARPGROUPS + FEED_WARPGROUPS) * kWarpgroup;
@@ -151,7 +154,7 @@ struct TokenView {
 
 // Weights of the block for this warp's token, in place of the scores; zeros if it did not choose it.
 __device__ __forceinline__ float2 weigh_block(float (&scores)[64], SoftmaxRows& rows,
-                                              const TokenView& token, unsigned entry) {
+                                              const TokenView& token, unsigned entry, float unit) {
   if (!((entry >> token.bit) & 1)) {
     // in place, so that zeros and weights share registers
 #pragma unroll
@@ -160,7 +163,7 @@ __device__ __forceinline__ float2 weigh_block(float (&scores)[64], SoftmaxRows& 
   }
   const int visible = token.position + 1 - int(entry & kBlockMask) * kPage;
   if (visible < kPage) hide_keys(scores, visible);
-  return soften(scores, rows, token.scale_log2);
+  return soften(scores, rows, token.scale_log2, unit);
 }
 
 // State of one warpgroup's tile: out and weights always belong to blocks up to the current one.
@@ -172,13 +175,14 @@ struct UnionTile {
   float out[64];
   float scores[64];
   uint32_t weights[32];
+  float unit = 1;  // what 1 of `out` stands for: the scale of the last page's values
 
   __device__ __forceinline__ unsigned entry(int index) const {
     return reader.shared.entries[reader.warpgroup][index];
   }
   __device__ __forceinline__ void start_scores() {
-    multiply_keys(scores, reader.shared.queries[0] + reader.warpgroup * 8192,
-                  F::kWarpgroups * 8192, reader.shared.keys[reader.keys.stage]);
+    multiply_keys<F::kValues>(scores, reader.shared.queries[0] + reader.warpgroup * 8192,
+                              F::kWarpgroups * 8192, reader.shared.keys[reader.keys.stage]);
   }
   __device__ __forceinline__ void prepare_values(int index) {
     reader.await_values(index);
@@ -188,18 +192,36 @@ struct UnionTile {
                      reader.warpgroup);
   }
   __device__ __forceinline__ void start_output() {
-    multiply_values(out, weights, reader.shared.values[reader.values.stage], 1);
+    multiply_values<F::kValues>(out, weights, reader.shared.values[reader.values.stage], 1);
+  }
+  // Of the keys and values of the block whose keys are held.
+  __device__ __forceinline__ float2 scales() const {
+    if constexpr (F::kIsCoded) return reader.shared.feed.scales[reader.keys.stage];
+    return make_float2(1, 1);
+  }
+  // Weights of a block; returns the factors for `out` as it is.
+  __device__ __forceinline__ float2 weigh(int index, float2 scales) {
+    float2 factors = weigh_block(scores, rows, token, entry(index), scales.x);
+    if constexpr (F::kIsCoded) {
+      if (((entry(index) >> token.bit) & 1) && scales.y != unit) {
+        const float ratio = unit / scales.y;
+        factors = make_float2(factors.x * ratio, factors.y * ratio);
+        unit = scales.y;
+      }
+    }
+    return factors;
   }
   // Scores and weighs a block with no product in flight.
   __device__ __forceinline__ void begin_block(int index) {
     reader.skip_to(index);
     reader.await_keys(index);
     start_scores();
+    const float2 of_block = scales();
     mma_wait<0>();
     mma_settle(scores);
     reader.release_keys();
-    rescale(out, weigh_block(scores, rows, token, entry(index)));
-    pack_weights(scores, weights);
+    rescale(out, weigh(index, of_block));
+    pack_weights<F::kValues>(scores, weights);
   }
   __device__ __forceinline__ void finish_block(int index) {
     prepare_values(index);
@@ -214,15 +236,16 @@ struct UnionTile {
     prepare_values(current);
     start_scores();
     start_output();
+    const float2 of_next = scales();
     mma_wait<1>();
     mma_settle(scores);
     reader.release_keys();
-    const float2 factors = weigh_block(scores, rows, token, entry(next));
+    const float2 factors = weigh(next, of_next);
     mma_wait<0>();
     mma_settle(out);
     reader.release_values();
     rescale(out, factors);
-    pack_weights(scores, weights);
+    pack_weights<F::kValues>(scores, weights);
   }
 };
 
@@ -247,6 +270,24 @@ __device__ __forceinline__ void attend_union(UnionTile<F>& tile, int size) {
   reader.skip_to(size);
 }
 
+// A warpgroup's queries to f16, in place; those beyond 65,504, which no norm leaves, to infinity.
+template <typename F>
+__device__ __forceinline__ void narrow_queries(UnionShared<F>& shared, int warpgroup) {
+  const int thread = threadIdx.x % kWarpgroup;
+#pragma unroll
+  for (int i = 0; i < 8; ++i) {
+    auto* at = reinterpret_cast<uint4*>(shared.queries[i / 4] + warpgroup * 8192) +
+               i % 4 * kWarpgroup + thread;
+    const uint4 x = *at;
+    *at = make_uint4(pack_f16(low_of_bf16(x.x), high_of_bf16(x.x)),
+                     pack_f16(low_of_bf16(x.y), high_of_bf16(x.y)),
+                     pack_f16(low_of_bf16(x.z), high_of_bf16(x.z)),
+                     pack_f16(low_of_bf16(x.w), high_of_bf16(x.w)));
+  }
+  publish_shared_writes();
+  warpgroup_sync(1 + warpgroup);
+}
+
 template <typename F>
 __device__ void attend_tiles(const AttendArguments& a, UnionShared<F>& shared) {
   const int thread = threadIdx.x % kWarpgroup;
@@ -264,6 +305,7 @@ __device__ void attend_tiles(const AttendArguments& a, UnionShared<F>& shared) {
       warpgroup_sync(1 + reader.warpgroup);
       barrier_wait(&shared.query_full, query_parity);
       query_parity ^= 1;
+      if constexpr (F::kIsCoded) narrow_queries(shared, reader.warpgroup);
       reader.next_key = reader.next_value = 0;
       attend_union(state, item.size);
       // all warps are past their last look at the entries and the queries
@@ -272,7 +314,7 @@ __device__ void attend_tiles(const AttendArguments& a, UnionShared<F>& shared) {
     }
     if (token < tile.y) {
       const float low = quad_sum(state.rows.sum_low), high = quad_sum(state.rows.sum_high);
-      store_rows(state.out, low > 0 ? 1 / low : 0, high > 0 ? 1 / high : 0,
+      store_rows(state.out, low > 0 ? state.unit / low : 0, high > 0 ? state.unit / high : 0,
                  a.out + (int64_t(tile.x + token) * a.num_heads + item.group * kHeads) * kDim);
     }
   }

@@ -264,7 +264,7 @@ class CudaPrefill:
     ) -> Tensor:
         """The same over e4m3 pages, widened as they load, by query tiles whatever their overlap.
 
-        Bit for bit what `Arm.UNION` gives over bf16 pages of the same content.
+        Products are of f16, which holds e4m3 exactly and queries up to 65,504.
 
         Raises:
             UnsupportedShapeError: a shape, dtype or stride outside the limits above.
