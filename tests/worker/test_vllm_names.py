@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 from prometheus_client import generate_latest
 
 from m3stack.telemetry import WorkerMetrics
 from m3stack.types import Load
 from m3stack.vllm_names import VllmNames
 
+PAGE = Path(__file__).parents[2] / "docs" / "metrics.md"
 LABELS = 'engine="0",model_name="m3"'
 
 
@@ -38,3 +41,13 @@ def test_the_names_show_the_workers_own_numbers() -> None:
     reason = 'finished_reason="stop"'
     assert shown[f'vllm:request_success_total{{engine="0",{reason},model_name="m3"}}'] == 1
     assert sum(name.startswith("vllm:request_success_total") for name in shown) == 2
+
+
+def test_the_names_are_those_of_the_documentation() -> None:
+    metrics = WorkerMetrics()
+    metrics.registry.register(VllmNames(metrics.registry, "m3"))
+    families = [family for family in metrics.registry.collect() if family.name.startswith("vllm:")]
+    rows = [line for line in PAGE.read_text().splitlines() if line.startswith("| `vllm:")]
+    cells = [[cell.strip(" `") for cell in row.strip("|").split("|")] for row in rows]
+    documented = {(name, kind) for name, kind, _, at_workers in cells if at_workers == "yes"}
+    assert {(family.name, family.type) for family in families} == documented

@@ -221,3 +221,22 @@ impl Wording for EventWording {
         put(vec![Event::Ping], frames);
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::form;
+    use crate::error::ErrorKind;
+    use crate::telemetry::{Fleet, Metrics, RouteLabel};
+
+    #[test]
+    fn each_status_of_this_protocol_is_counted_as_itself() {
+        for kind in ErrorKind::ALL {
+            let metrics = Metrics::default();
+            let (status, _) = form(kind);
+            metrics.http_request(RouteLabel::Messages, status, std::time::Duration::ZERO);
+            let page = metrics.page(&Fleet::default(), 0);
+            let line = format!("route=\"/v1/messages\",code=\"{status}\"}} 1\n");
+            assert!(page.contains(&line), "{kind:?}");
+        }
+    }
+}

@@ -37,20 +37,22 @@ pub(super) struct Histogram {
     bounds: &'static [f64],
     /// One more than `bounds`: the last counts what lies above all of them.
     counts: Box<[AtomicU64]>,
-    /// Nanoseconds or bytes times 1e9 would overflow; seconds times 1e6 last for centuries.
-    sum_millionths: AtomicU64,
+    /// The bits of an `f64`: a count of small units would cut what a choice of microseconds takes.
+    sum_bits: AtomicU64,
 }
 
 impl Histogram {
     pub(super) fn new(bounds: &'static [f64]) -> Self {
         let counts = (0..=bounds.len()).map(|_| AtomicU64::new(0)).collect();
-        Self { bounds, counts, sum_millionths: AtomicU64::new(0) }
+        Self { bounds, counts, sum_bits: AtomicU64::new(0) }
     }
 
     pub(super) fn observe(&self, value: f64) {
         let bucket = self.bounds.partition_point(|bound| *bound < value);
         self.counts[bucket].fetch_add(1, Ordering::Relaxed);
-        self.sum_millionths.fetch_add((value.max(0.0) * 1e6) as u64, Ordering::Relaxed);
+        let add = |bits| Some((f64::from_bits(bits) + value.max(0.0)).to_bits());
+        // never refuses: it is tried again until nobody came between
+        let _ = self.sum_bits.fetch_update(Ordering::Relaxed, Ordering::Relaxed, add);
     }
 }
 
@@ -96,7 +98,7 @@ impl Page {
                 }
             }
         }
-        let sum = histogram.sum_millionths.load(Ordering::Relaxed) as f64 / 1e6;
+        let sum = f64::from_bits(histogram.sum_bits.load(Ordering::Relaxed));
         self.sample(&format!("{name}_sum"), labels, sum);
         self.sample(&format!("{name}_count"), labels, total);
     }
@@ -125,5 +127,24 @@ mod tests {
             "x_bucket{a=\"b\",le=\"0.1\"} 2\nx_bucket{a=\"b\",le=\"1\"} 3\n\
              x_bucket{a=\"b\",le=\"+Inf\"} 4\nx_sum{a=\"b\"} 5.65\nx_count{a=\"b\"} 4\n"
         );
+    }
+
+    #[test]
+    fn what_takes_less_than_a_microsecond_is_in_the_sum() {
+        let histogram = Histogram::new(&[0.1]);
+        for _ in 0..1024 {
+            histogram.observe(0.000_000_5);
+        }
+
+        let mut page = Page::new();
+        page.histogram("x", "", &histogram);
+
+        let text = page.into_text();
+        let sum: f64 = text
+            .lines()
+            .find_map(|line| line.strip_prefix("x_sum "))
+            .and_then(|sum| sum.parse().ok())
+            .unwrap_or(0.0);
+        assert!((sum - 0.000_512).abs() < 1e-9, "{text}");
     }
 }

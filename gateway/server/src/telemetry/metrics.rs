@@ -1,5 +1,7 @@
 //! Every metric of the gateway, by name, with its closed set of labels.
 
+#[cfg(test)]
+mod tests;
 mod vllm;
 
 use std::time::Duration;
@@ -8,13 +10,16 @@ use super::caches::{CacheClass, CacheCounts};
 use super::clips::ClipCounts;
 use super::exposition::{Counter, Gauge, Histogram, Page};
 use super::pieces::PieceCounts;
+use super::process;
 use super::routing::{Fleet, RoutingCounts};
 use crate::error::ErrorKind;
 use gateway_core::routing::{Reason, Stage};
 
 /// Bounds in seconds for work inside the gateway.
-const SHORT: &[f64] =
-    &[0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 1.0, 2.5, 10.0];
+const SHORT: &[f64] = &[
+    0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5,
+    10.0,
+];
 /// Bounds in seconds for waiting on a model.
 const LONG: &[f64] = &[
     0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0,
@@ -88,8 +93,9 @@ closed_set! {
     }
 }
 
-/// Statuses that are told apart; any other counts as its class's last.
-const STATUSES: &[u16] = &[200, 400, 404, 405, 408, 413, 415, 429, 499, 500, 502, 503, 504];
+/// Every status that a reply has, in any protocol. Another would count as the next below it.
+const STATUSES: &[u16] =
+    &[200, 400, 401, 403, 404, 405, 408, 413, 415, 429, 499, 500, 502, 503, 504, 529];
 /// What can become of a media item that a worker was offered.
 const SHIPMENTS: &[&str] = &["sent", "held"];
 
@@ -257,7 +263,7 @@ impl Metrics {
         self.write_media(&mut page);
         self.routing.write(&mut page);
         fleet.write(&mut page);
-        write_process(&mut page);
+        process::write(&mut page);
         page.into_text()
     }
 
@@ -367,23 +373,5 @@ impl Metrics {
         self.clips.write(page);
         self.pieces.write(page);
         self.media_caches.write(page);
-    }
-}
-
-/// The standard process metrics, where the system has them.
-fn write_process(page: &mut Page) {
-    let name = "m3stack_gateway_build_info";
-    page.head(name, "gauge", "The running version.");
-    page.sample(name, concat!("version=\"", env!("CARGO_PKG_VERSION"), "\""), 1);
-    let pages = std::fs::read_to_string("/proc/self/statm").ok().and_then(|text| {
-        text.split_whitespace().nth(1).and_then(|field| field.parse::<u64>().ok())
-    });
-    if let Some(pages) = pages {
-        page.head("process_resident_memory_bytes", "gauge", "Resident memory.");
-        page.sample("process_resident_memory_bytes", "", pages * 4096);
-    }
-    if let Ok(descriptors) = std::fs::read_dir("/proc/self/fd") {
-        page.head("process_open_fds", "gauge", "Open file descriptors.");
-        page.sample("process_open_fds", "", descriptors.count());
     }
 }

@@ -5,6 +5,7 @@ mod clips;
 mod exposition;
 mod metrics;
 mod pieces;
+mod process;
 mod routing;
 pub mod traces;
 
