@@ -47,5 +47,7 @@ def test_rows_of_other_selections_take_the_dense_time_of_their_run(tmp_path: Pat
     path = tmp_path / "rows.json"
     report.write_json(path, [row("a", 60.0), row("a_disjoint"), row("b_identical")], ceilings, "c")
     report.write_json(path, [row("a_identical")], ceilings, "another run")
-    found = {one["name"]: one.get("dense_us") for one in json.loads(path.read_text())}
+    rows = json.loads(path.read_text())
+    assert all(set(report.COMMON) <= set(one) for one in rows)
+    found = {one["name"]: one["dense_us"] for one in rows}
     assert found == {"a": 60.0, "a_disjoint": 60.0, "b_identical": None, "a_identical": None}

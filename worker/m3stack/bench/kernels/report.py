@@ -42,13 +42,21 @@ def _number(value: float | None) -> str:
     return "-" if value is None else f"{value:.1f}"
 
 
+# fields that every row has, null where they say nothing of it
+COMMON = ("name", "us", "floor_us", "dense_us", "overlap")
+
+
 def write_json(path: Path, rows: Sequence[Row], ceilings: Ceilings, command: str) -> None:
     """Writes the rows as a list; rows of other names already in the file are kept."""
     kept: dict[str, dict] = {}
     if path.exists():
         kept = {row["name"]: row for row in json.loads(path.read_text())}
     for row in rows:
-        record = {key: value for key, value in asdict(row).items() if value not in (None, "", {})}
+        record = {
+            key: value
+            for key, value in asdict(row).items()
+            if key in COMMON or value not in (None, "", {})
+        }
         record["command"] = command
         record["device"] = ceilings.device
         record["copy_tb_per_s"] = round(ceilings.copy_bytes_per_s / 1e12, 3)
@@ -66,7 +74,7 @@ def _share_dense(rows: dict[str, dict]) -> None:
     for name, row in rows.items():
         plain = rows.get(name.removesuffix("_identical").removesuffix("_disjoint"), row)
         is_of_run = plain["command"] == row["command"]
-        if "dense_us" not in row and "dense_us" in plain and is_of_run:
+        if row["dense_us"] is None and is_of_run:
             row["dense_us"] = plain["dense_us"]
 
 
