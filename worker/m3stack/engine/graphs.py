@@ -12,6 +12,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
@@ -288,9 +289,9 @@ class CudaRecorder:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._pool = torch.cuda.graph_pool_handle()
         self._stream = torch.cuda.Stream(device)
         self._nothing = torch.zeros(1, device=device)
+        self._begin_pool()
 
     def warm_up(self, run: Callable[[], Tensor]) -> None:
         side = torch.cuda.Stream(self._device)
@@ -308,6 +309,12 @@ class CudaRecorder:
         num_bytes = max(0, torch.cuda.memory_reserved(self._device) - before)
         return _CudaRecording(graph, output, num_bytes)
 
+    def _begin_pool(self) -> None:
+        """A pool for the recordings to come; those there are keep theirs."""
+        self._pool = torch.cuda.graph_pool_handle()
+        # a pool that all graphs have left cannot be used again: this one stays
+        self._stays, _ = self._captured(self._nothing.zero_, self._pool)
+
     def _captured(
         self, run: Callable[[], Tensor], pool: Any
     ) -> tuple[torch.cuda.CUDAGraph, Tensor]:
@@ -317,10 +324,10 @@ class CudaRecorder:
             graph.capture_begin(pool, capture_error_mode="thread_local")
             try:
                 output = run()
+                graph.capture_end()
             except BaseException:
                 self._break_off(graph, pool)
                 raise
-            graph.capture_end()
         return graph, output
 
     def _break_off(self, graph: torch.cuda.CUDAGraph, pool: Any) -> None:
@@ -332,11 +339,10 @@ class CudaRecorder:
         try:
             graph.capture_end()
         except RuntimeError:
-            # torch has no public name for it
-            torch._C._cuda_endAllocateToPool(self._device.index or 0, pool)
-            # what else is told of a capture's end hears of the end of the next one
-            self._pool = torch.cuda.graph_pool_handle()
-            whole, _ = self._captured(self._nothing.zero_, torch.cuda.graph_pool_handle())
-            whole.reset()
+            # torch has no public name for it; where it was done already, it says so
+            with suppress(RuntimeError):
+                torch._C._cuda_endAllocateToPool(self._device.index or 0, pool)
+            # what else waits to hear of a capture's end hears of the end of this one
+            self._begin_pool()
         else:
             graph.reset()
