@@ -26,7 +26,7 @@ from m3stack.step_limits import graph_bytes, scheduler_limits
 
 GIB = 1 << 30
 LIBRARY_BYTES = 5 << 29
-"""CUDA context, NCCL and library workspaces: 2.5 GiB, a margin, not a count."""
+"""CUDA context, NCCL and library workspaces: 2.5 GiB, where 1.6 were counted on two GPUs."""
 LARGER_NUMBERS = (1, 2, 4, 8, 16)
 
 Kind = TypeVar("Kind", bound=Enum)
