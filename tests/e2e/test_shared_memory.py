@@ -61,6 +61,36 @@ def test_patches_are_shared_and_every_file_is_let_go(stack: Stack, tmp_path: Pat
     assert memory_files(gateway) == 1
 
 
+def test_files_are_let_go_while_the_answer_still_comes(stack: Stack, tmp_path: Path) -> None:
+    worker = stack.worker()
+    gateway = stack.gateway(worker)
+    wait_for(gateway, "/ready")
+    picture = media.picture(tmp_path, size="592x444", name="card.jpg")
+    content = [media.image_part(picture), media.text_part("Talk for ever.")]
+    body = {
+        "messages": [{"role": "user", "content": content}],
+        "stream": True,
+        "max_tokens": 20_000,
+        "ignore_eos": True,
+    }
+    url = f"{gateway.url}/v1/chat/completions"
+    with httpx.stream("POST", url, json=body, timeout=120) as reply:
+        texts = (line for line in reply.iter_lines() if '"choices":[{' in line)
+        for _ in range(3):
+            next(texts)
+        # the worker has said that it took them, long before the end of the call
+        assert pieces(gateway)["shared"] >= 1
+        assert memory_files(gateway) == 1
+        assert running(gateway) == 1, "the call goes on"
+
+
+def running(gateway: Server) -> float:
+    page = httpx.get(f"{gateway.url}/metrics", timeout=20).text
+    found = re.search(r"^m3stack_gateway_running_requests (\S+)$", page, re.MULTILINE)
+    assert found, page
+    return float(found[1])
+
+
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root gives a process other numbers")
 def test_a_worker_with_other_process_numbers_is_sent_the_same_patches(
     stack: Stack, tmp_path: Path
