@@ -37,7 +37,7 @@ fn controls(rest: &mut &[u8]) -> Option<SizeControls> {
         3 => Some(f64::from(f32::from_bits(rate))),
         _ => Some(f64::from(rate % 8192) / 1000.0),
     };
-    let max_long_side_pixel = (kinds >> 16 & 1 == 1).then_some(side);
+    let max_long_side_pixel = (kinds >> 16 & 1 == 1).then_some(i64::from(side) - 16);
     Some(SizeControls { detail, max_long_side_pixel, fps })
 }
 

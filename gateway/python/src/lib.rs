@@ -93,7 +93,7 @@ mod _gateway {
             py: Python<'py>,
             data: &[u8],
             detail: Option<String>,
-            max_long_side_pixel: Option<u32>,
+            max_long_side_pixel: Option<i64>,
         ) -> PyResult<PatchRows<'py>> {
             let controls = SizeControls { detail, max_long_side_pixel, fps: None };
             let plan = py.detach(|| self.inner.plan_still(data, &controls)).map_err(refused)?;
@@ -115,7 +115,7 @@ mod _gateway {
             py: Python<'py>,
             data: &[u8],
             detail: Option<String>,
-            max_long_side_pixel: Option<u32>,
+            max_long_side_pixel: Option<i64>,
             fps: Option<f64>,
         ) -> PyResult<ClipRows<'py>> {
             let controls = SizeControls { detail, max_long_side_pixel, fps };

@@ -102,6 +102,22 @@ impl<'a> Fields<'a> {
         Ok(Some(value as f32))
     }
 
+    /// Any number.
+    pub(crate) fn double(&self, key: &str) -> Result<Option<f64>, RequestError> {
+        Ok(self.number(key)?.map(Number::as_f64))
+    }
+
+    /// Any integer; one that is out of range is the nearest that is not.
+    pub(crate) fn whole(&self, key: &str) -> Result<Option<i64>, RequestError> {
+        let Some(number) = self.number(key)? else { return Ok(None) };
+        let value = number.as_f64();
+        match number.as_i64() {
+            Some(value) => Ok(Some(value)),
+            None if number.is_integer() || value.fract() == 0.0 => Ok(Some(value as i64)),
+            None => Err(self.not_whole(key, number)),
+        }
+    }
+
     /// A real number above 0, up to a limit.
     pub(crate) fn positive(&self, key: &str, most: f32) -> Result<Option<f32>, RequestError> {
         let Some(number) = self.number(key)? else { return Ok(None) };
@@ -129,10 +145,7 @@ impl<'a> Fields<'a> {
             None if number.is_integer() => {
                 Err(self.out_of_range(key, number, *range.start(), *range.end()))
             }
-            None => Err(RequestError::invalid(
-                self.path(key),
-                format!("{} must be an integer, not {}", self.path(key), number.literal()),
-            )),
+            None => Err(self.not_whole(key, number)),
         }
     }
 
@@ -146,6 +159,12 @@ impl<'a> Fields<'a> {
         Ok(self
             .integer(key, wide)?
             .map(|value| u32::try_from(value).expect("invariant: checked against a u32 range")))
+    }
+
+    fn not_whole(&self, key: &str, found: &Number) -> RequestError {
+        let path = self.path(key);
+        let message = format!("{path} must be an integer, not {}", found.literal());
+        RequestError::invalid(path, message)
     }
 
     fn out_of_range<B: std::fmt::Display>(

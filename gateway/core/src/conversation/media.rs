@@ -57,11 +57,11 @@ pub(super) fn read(part: &Fields, kind: MediaKind) -> Result<MediaRef, RequestEr
     }
 }
 
-/// What a part says about size and frame rate.
+/// What a part says about size and frame rate; which of it will do is the model's to say.
 pub(crate) fn controls(fields: &Fields) -> Result<SizeControls, RequestError> {
     Ok(SizeControls {
         detail: fields.string("detail")?.map(str::to_owned),
-        max_long_side_pixel: fields.count("max_long_side_pixel", 1..=u32::MAX)?,
-        fps: fields.positive("fps", 1000.0)?.map(f64::from),
+        max_long_side_pixel: fields.whole("max_long_side_pixel")?,
+        fps: fields.double("fps")?,
     })
 }

@@ -31,7 +31,7 @@ pub struct SizeControls {
     /// `low`, `default`, `high`, `auto`.
     pub detail: Option<String>,
     /// Longest side in pixels after resizing.
-    pub max_long_side_pixel: Option<u32>,
+    pub max_long_side_pixel: Option<i64>,
     /// Frames to take per second of a clip.
     pub fps: Option<f64>,
 }

@@ -103,7 +103,7 @@ fn wrong_parts_are_named() {
         (r#"{"type":"image_url","image_url":{}}"#, "messages[0].content[0].image_url.url"),
         (r#"{"type":"image_url","image_url":5}"#, "messages[0].content[0].image_url"),
         (
-            r#"{"type":"video_url","video_url":{"url":"u","fps":0}}"#,
+            r#"{"type":"video_url","video_url":{"url":"u","fps":"2"}}"#,
             "messages[0].content[0].video_url.fps",
         ),
         ("5", "messages[0].content[0]"),

@@ -183,7 +183,7 @@ impl VisionGeometry {
         let factor = self.layout.factor();
         match controls.max_long_side_pixel {
             Some(pixels) => LongSideRule::new(pixels, factor).map(Some),
-            None => tier.map(|pixels| LongSideRule::new(pixels, factor)).transpose(),
+            None => tier.map(|pixels| LongSideRule::new(pixels.into(), factor)).transpose(),
         }
     }
 

@@ -62,15 +62,17 @@ impl LongSideRule {
     pub(super) const HIGH: u32 = 2016;
 
     /// Longest side `max_pixels`, sides multiples of `factor`.
-    pub(super) fn new(max_pixels: u32, factor: u32) -> Result<Self, RequestError> {
-        if !LONG_SIDE_RANGE.contains(&max_pixels) || !max_pixels.is_multiple_of(factor) {
+    pub(super) fn new(asked: i64, factor: u32) -> Result<Self, RequestError> {
+        let is_fit =
+            |pixels: &u32| LONG_SIDE_RANGE.contains(pixels) && pixels.is_multiple_of(factor);
+        let Some(max_pixels) = u32::try_from(asked).ok().filter(is_fit) else {
             let least = LONG_SIDE_RANGE.start().next_multiple_of(factor);
             let most = LONG_SIDE_RANGE.end() / factor * factor;
             return Err(invalid(format!(
                 "max_long_side_pixel must be a multiple of {factor} from {least} to {most}, \
-                 got {max_pixels}"
+                 got {asked}"
             )));
-        }
+        };
         Ok(Self { max_pixels, factor })
     }
 

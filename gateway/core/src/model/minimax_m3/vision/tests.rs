@@ -33,7 +33,7 @@ fn silent() -> SizeControls {
     SizeControls::default()
 }
 
-fn capped(max_long_side_pixel: u32) -> SizeControls {
+fn capped(max_long_side_pixel: i64) -> SizeControls {
     SizeControls { max_long_side_pixel: Some(max_long_side_pixel), ..silent() }
 }
 
@@ -134,7 +134,7 @@ fn detail_means_a_tier_and_the_number_wins_over_it() {
 
 #[test]
 fn long_side_limits_off_the_grid_are_refused_with_the_range() {
-    for limit in [0, 28, 140, 251, 1009, 3585, 3612, u32::MAX] {
+    for limit in [-1, i64::MIN, 0, 28, 140, 251, 1009, 3585, 3612, i64::MAX] {
         let error = geometry().plan_image(size(90, 90), &capped(limit)).unwrap_err();
         assert_eq!(error.kind, RequestErrorKind::InvalidRequest);
         let wanted = format!("a multiple of 28 from 168 to 3584, got {limit}");
