@@ -3,7 +3,8 @@
 mod builder;
 
 use crate::json::{Json, Object};
-use std::collections::HashMap;
+use std::cell::Cell;
+use std::collections::{HashMap, HashSet};
 
 /// A set of JSON types.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -111,7 +112,8 @@ pub fn resolve<'a>(root: &'a Json, reference: &str) -> Option<&'a Json> {
     builder::resolve(root, reference)
 }
 
-/// A compiled schema. Places are looked up once and remembered.
+/// A compiled schema. Places are looked up once and remembered; a schema on which more than
+/// [`MAX_WORK`] was spent says nothing of further ones.
 #[derive(Debug)]
 pub struct Schema {
     nodes: Vec<Node>,
@@ -119,7 +121,13 @@ pub struct Schema {
     view_of_nodes: HashMap<Vec<usize>, View>,
     members: HashMap<(View, String), (View, bool)>,
     items: HashMap<(View, usize), View>,
+    /// Nodes, and values they list, that may still be looked at.
+    work_left: Cell<usize>,
 }
+
+/// Thousands of nodes that say something of one place, and a reply with thousands of members there,
+/// would be millions of looks: so many take a tenth of a second.
+const MAX_WORK: usize = 4_000_000;
 
 #[derive(Debug, Default)]
 struct Node {
@@ -137,9 +145,32 @@ struct Node {
 
 #[derive(Debug)]
 struct ViewFacts {
-    /// Every node that may say something here.
+    /// Every node that says something here of members, items or values.
     nodes: Vec<usize>,
     types: Types,
+    /// From here on items are all alike.
+    longest_prefix: usize,
+    names_members: bool,
+    lists_values: bool,
+}
+
+impl ViewFacts {
+    /// Nothing is said.
+    fn open() -> Self {
+        let (types, longest_prefix) = (Types::ALL, 0);
+        Self { nodes: Vec::new(), types, longest_prefix, names_members: false, lists_values: false }
+    }
+}
+
+impl Node {
+    /// Whether it says anything but the type.
+    fn says_more(&self) -> bool {
+        !(self.properties.is_empty()
+            && self.other_properties.is_none()
+            && self.prefix_items.is_empty()
+            && self.items.is_none()
+            && self.values.is_empty())
+    }
 }
 
 /// The place about which nothing is said.
@@ -157,9 +188,10 @@ impl Schema {
             view_of_nodes: HashMap::new(),
             members: HashMap::new(),
             items: HashMap::new(),
+            work_left: Cell::new(MAX_WORK),
         };
         compiled.view(Vec::new());
-        compiled.views.push(ViewFacts { nodes: Vec::new(), types: Types::ALL });
+        compiled.views.push(ViewFacts::open());
         if let Some(root) = root {
             compiled.views[ROOT.0] = compiled.facts(&[root]);
         }
@@ -176,7 +208,11 @@ impl Schema {
         if let Some(&known) = self.members.get(&(view, key.to_owned())) {
             return known;
         }
-        let nodes = self.views[view.0].nodes.iter().map(|&node| &self.nodes[node]);
+        let nodes = &self.views[view.0].nodes;
+        if !self.may_look_at(nodes.len()) {
+            return (OPEN, false);
+        }
+        let nodes = nodes.iter().map(|&node| &self.nodes[node]);
         let mut found: Vec<usize> =
             nodes.clone().filter_map(|node| node.properties.get(key)).copied().collect();
         let is_named = !found.is_empty();
@@ -190,35 +226,41 @@ impl Schema {
 
     /// Whether any member of a place is named.
     pub fn names_members(&self, view: View) -> bool {
-        self.views[view.0].nodes.iter().any(|&node| !self.nodes[node].properties.is_empty())
+        self.views[view.0].names_members
     }
 
     /// The place of a list's item.
     pub fn item(&mut self, view: View, index: usize) -> View {
+        let facts = &self.views[view.0];
+        let index = index.min(facts.longest_prefix);
         if let Some(&known) = self.items.get(&(view, index)) {
             return known;
         }
-        let nodes = self.views[view.0].nodes.iter().map(|&node| &self.nodes[node]);
+        if !self.may_look_at(facts.nodes.len()) {
+            return OPEN;
+        }
+        let nodes = facts.nodes.iter().map(|&node| &self.nodes[node]);
         let found: Vec<usize> =
             nodes.filter_map(|node| node.prefix_items.get(index).copied().or(node.items)).collect();
         let item = self.view(found);
-        // lists without a tuple part have one place for all items; do not remember each
-        if index < 64 {
-            self.items.insert((view, index), item);
-        }
+        self.items.insert((view, index), item);
         item
     }
 
     /// Whether the values at a place are listed.
     pub fn lists_values(&self, view: View) -> bool {
-        self.views[view.0].nodes.iter().any(|&node| !self.nodes[node].values.is_empty())
+        self.views[view.0].lists_values
     }
 
     /// The listed value at a place that `text` spells: a string as it is, others as JSON.
     pub fn listed_value(&self, view: View, text: &str) -> Option<&Json> {
-        let values = self.views[view.0].nodes.iter().flat_map(|&node| &self.nodes[node].values);
+        let nodes = &self.views[view.0].nodes;
+        let values = nodes.iter().flat_map(|&node| &self.nodes[node].values);
         let mut spelled = None;
         for value in values {
+            if !self.may_look_at(1) {
+                break;
+            }
             match value {
                 Json::String(string) if string == text => return Some(value),
                 Json::String(_) => {}
@@ -227,6 +269,13 @@ impl Schema {
             }
         }
         spelled
+    }
+
+    /// Whether so much may still be looked at.
+    fn may_look_at(&self, count: usize) -> bool {
+        let left = self.work_left.get().checked_sub(count);
+        self.work_left.set(left.unwrap_or(0));
+        left.is_some()
     }
 
     fn view(&mut self, mut nodes: Vec<usize>) -> View {
@@ -243,25 +292,33 @@ impl Schema {
     }
 
     fn facts(&self, alternatives: &[usize]) -> ViewFacts {
-        let mut nodes = Vec::new();
-        let mut is_seen = vec![false; self.nodes.len()];
+        let mut facts = ViewFacts::open();
+        let mut is_seen = HashSet::new();
         let mut open: Vec<usize> = alternatives.to_vec();
         while let Some(at) = open.pop() {
-            if std::mem::replace(&mut is_seen[at], true) {
+            if !is_seen.insert(at) {
                 continue;
             }
-            nodes.push(at);
+            if !self.may_look_at(1) {
+                return ViewFacts::open();
+            }
             let node = &self.nodes[at];
             open.extend(node.all.iter().chain(node.any.iter().flatten()));
+            if node.says_more() {
+                facts.nodes.push(at);
+                facts.longest_prefix = facts.longest_prefix.max(node.prefix_items.len());
+                facts.names_members |= !node.properties.is_empty();
+                facts.lists_values |= !node.values.is_empty();
+            }
         }
-        nodes.sort_unstable();
+        facts.nodes.sort_unstable();
         let mut known = HashMap::new();
-        let types = alternatives
+        facts.types = alternatives
             .iter()
             .map(|&node| self.node_types(node, &mut known, MAX_CHAIN))
             .reduce(Types::or)
             .unwrap_or(Types::ALL);
-        ViewFacts { nodes, types }
+        facts
     }
 
     /// `known` also ends cycles: a node that is being asked says nothing more.

@@ -124,3 +124,53 @@ fn a_long_chain_of_references_does_not_exhaust_the_stack() {
         format!(r##"{{"$defs":{{{links},"d50000":{{"type":"null"}}}},"$ref":"#/$defs/d0"}}"##);
     assert_eq!(types_at(&text, &[]), Types::ALL);
 }
+
+/// A schema of links, the last of which is a string; `more` stands in each beside its reference.
+fn chain(links: usize, more: &str) -> Schema {
+    let link = |at: usize| format!(r##""a{at}":{{"$ref":"#/$defs/a{}"{more}}}"##, at + 1);
+    let defs = (0..links).map(link).collect::<Vec<_>>().join(",");
+    schema(&format!(
+        r##"{{"$ref":"#/$defs/a0","$defs":{{{defs},"a{links}":{{"properties":{{"s":{{"type":"string"}}}}}}}}}}"##
+    ))
+}
+
+fn spent(schema: &Schema) -> usize {
+    MAX_WORK - schema.work_left.get()
+}
+
+#[test]
+fn links_that_say_nothing_cost_nothing_later() {
+    let mut chain = chain(10_000, "");
+    for member in 0..5_000 {
+        chain.member(ROOT, &member.to_string());
+        chain.item(ROOT, member);
+        chain.listed_value(ROOT, "x");
+    }
+    let (place, is_named) = chain.member(ROOT, "s");
+    assert_eq!((chain.types(place), is_named), (Types::STRING, true));
+    assert!(spent(&chain) < 30_000, "{}", spent(&chain));
+}
+
+#[test]
+fn a_schema_on_which_too_much_was_spent_says_no_more() {
+    let mut chain = chain(5_000, r#","properties":{"b":{"type":"boolean"}}"#);
+    let (known, _) = chain.member(ROOT, "b");
+    for member in 0..2_000 {
+        chain.member(ROOT, &member.to_string());
+    }
+    assert_eq!(spent(&chain), MAX_WORK);
+    assert_eq!(chain.member(ROOT, "s"), (OPEN, false));
+    // what was found before stays
+    assert_eq!(chain.member(ROOT, "b"), (known, true));
+    assert_eq!(chain.types(known), Types::BOOLEAN);
+}
+
+#[test]
+fn all_items_behind_a_tuple_have_one_place() {
+    let mut schema = schema(r#"{"prefixItems":[{"type":"null"}],"items":{"type":"integer"}}"#);
+    let first = schema.item(ROOT, 0);
+    let rest = schema.item(ROOT, 1);
+    assert_eq!((schema.types(first), schema.types(rest)), (Types::NULL, Types::INTEGER));
+    assert!((2..100_000).all(|index| schema.item(ROOT, index) == rest));
+    assert_eq!(schema.items.len(), 2);
+}
