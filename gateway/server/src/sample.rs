@@ -19,7 +19,8 @@ use crate::reader::{PlainText, Reader, ReaderParts, Step};
 use crate::reply::{Grammar, Job, ReplyStep, SampleEnd, SampleTokens, Visit};
 use crate::stages::{Prepared, prepare};
 use crate::workers::{
-    GenerateCall, UploadWork, Wish, WorkerEvent, WorkerEvents, WorkerId, WorkerUsage, silent,
+    GenerateCall, UploadWork, Wish, WorkerEvent, WorkerEvents, WorkerId, WorkerLease, WorkerUsage,
+    silent,
 };
 
 /// One sample of one prompt.
@@ -172,21 +173,26 @@ impl Sample {
                         failure.inspect(|failure| self.tell_retry(failure));
                         (self.events, self.prepared) = (Some(events), Some(prepared));
                     }
-                    // if nobody else is there, the first failure is the one to tell
-                    (Err(_), Some((error, _))) | (Err(error), None) => {
-                        return Poll::Ready(Err(error));
+                    // if nobody else is there, the first failure is the one to tell; if somebody
+                    // is and has no time, that is what keeps the request waiting
+                    (Err(second), Some((first, _))) => {
+                        let is_full = second.kind == ErrorKind::Overloaded;
+                        return Poll::Ready(Err(if is_full { second } else { first }));
                     }
+                    (Err(error), None) => return Poll::Ready(Err(error)),
                 }
             }
             let Some(events) = &mut self.events else {
-                self.opening = Some(self.open(None)?);
+                self.opening = Some(self.open(None, None)?);
                 continue;
             };
+            let mut another = None;
             let error = match ready!(events.poll_next(context)) {
                 Ok(Some(WorkerEvent::Silent)) if self.may_retry => {
                     let (workers, lease) = (&self.app.workers, events.lease());
                     let job = self.job.as_ref();
-                    if !job.is_some_and(|job| workers.has_another(&job.route, lease)) {
+                    another = job.and_then(|job| workers.lease_another(&job.route, lease));
+                    if another.is_none() {
                         continue;
                     }
                     silent()
@@ -205,7 +211,7 @@ impl Sample {
             self.may_retry = false;
             self.first_failure = Some((error, events.worker()));
             let lost = self.events.take();
-            self.opening = Some(self.open(lost)?);
+            self.opening = Some(self.open(lost, another)?);
         }
     }
 
@@ -216,8 +222,12 @@ impl Sample {
         self.app.metrics.retried();
     }
 
-    /// Finds a worker, another one than that of the `lost` call, and asks it.
-    fn open(&mut self, lost: Option<WorkerEvents>) -> Result<Opening, GatewayError> {
+    /// Finds a worker, another one than that of the `lost` call, if none is `found` yet, and asks it.
+    fn open(
+        &mut self,
+        lost: Option<WorkerEvents>,
+        found: Option<WorkerLease>,
+    ) -> Result<Opening, GatewayError> {
         let Some(job) = self.job.clone() else {
             return Err(GatewayError::internal("a sample was begun after its first token"));
         };
@@ -230,9 +240,12 @@ impl Sample {
                 Some(first) => first.wait_for(Option::is_some).await.ok().and_then(|id| *id),
                 None => None,
             };
-            let lease = match preferred {
-                Some(worker) => app.workers.lease_of(&job.route, worker)?,
-                None => app.workers.lease(&job.route, lost.as_ref().map(WorkerEvents::lease))?,
+            let lease = match (found, preferred) {
+                (Some(lease), _) => lease,
+                (None, Some(worker)) => app.workers.lease_of(&job.route, worker)?,
+                (None, None) => {
+                    app.workers.lease(&job.route, lost.as_ref().map(WorkerEvents::lease))?
+                }
             };
             let prepared = match prepared {
                 Some(prepared) => prepared,

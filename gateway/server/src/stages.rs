@@ -69,13 +69,15 @@ impl Stages<'_> {
     ) -> Result<Option<(Source, WorkerUsage)>, GatewayError> {
         let demand = self.job.route.of_stage(stage);
         let mut lost: Option<WorkerEvents> = None;
+        let mut another = None;
         for _ in 0..MAX_ATTEMPTS {
             let failed = lost.as_ref().map(WorkerEvents::lease);
-            let Ok(lease) = self.app.workers.lease(&demand, failed) else { break };
+            let lease = another.take().map_or_else(|| self.app.workers.lease(&demand, failed), Ok);
+            let Ok(lease) = lease else { break };
             let (source, id) = (lease.source(), lease.id);
             let mut events = self.call(lease, stage, sources);
             let ended = tokio::select! {
-                ended = self.to_end(&mut events, &demand) => ended,
+                ended = self.to_end(&mut events, &demand, &mut another) => ended,
                 // whoever answers could do it meanwhile
                 () = self.app.workers.until_stalled(id) => Err(GatewayError::new(
                     ErrorKind::WorkerUnavailable,
@@ -121,11 +123,12 @@ impl Stages<'_> {
         WorkerEvents::new(lease, call)
     }
 
-    /// Follows a call to its end, or leaves a silent worker whose part another could do.
+    /// Follows a call to its end, or leaves a silent worker for `another` that will do its part.
     async fn to_end(
         &self,
         events: &mut WorkerEvents,
         demand: &Demand,
+        another: &mut Option<WorkerLease>,
     ) -> Result<WorkerUsage, GatewayError> {
         loop {
             match events.next().await? {
@@ -134,7 +137,8 @@ impl Stages<'_> {
                     return Ok(usage);
                 }
                 Some(WorkerEvent::Silent) => {
-                    if self.app.workers.has_another(demand, events.lease()) {
+                    *another = self.app.workers.lease_another(demand, events.lease());
+                    if another.is_some() {
                         return Err(silent());
                     }
                 }

@@ -1,4 +1,4 @@
-//! Who may ask: keys at the door of the API and at that of the operators.
+//! Who may ask: keys at the door of the API and at that of the operators, and the name of the host.
 
 #![allow(clippy::unwrap_used)]
 
@@ -8,6 +8,8 @@ use std::sync::Arc;
 
 use gateway_server::keys::Role;
 use support::{FakeWorker, Gateway, Reply, chat_body, eventually, saying, worker};
+use tokio::io::{AsyncReadExt, AsyncWriteExt};
+use tokio::net::TcpStream;
 
 const USER: &str = "sk-user-0123456789";
 const ADMIN: &str = "sk-admin-0123456789";
@@ -183,4 +185,35 @@ fn a_file_that_cannot_be_used_ends_the_start() {
     let config = support::config(&["127.0.0.1:1".into()], &["--api-keys", "/nowhere/keys"]);
     let message = gateway_server::App::start(config).err().unwrap().to_string();
     assert!(message.starts_with("api_keys: /nowhere/keys: "), "{message}");
+}
+
+#[tokio::test]
+async fn a_request_that_names_no_host_is_refused_in_the_words_of_its_protocol() {
+    let worker = worker();
+    worker.set_acts(saying("ok"));
+    let gateway = Gateway::start(&[&worker], &[]).await;
+    let address = gateway.url.strip_prefix("http://").unwrap();
+    for (path, head, status) in [
+        ("/health", "", "400"),
+        ("/health", "host: a\r\nhost: a\r\n", "400"),
+        ("/health", "host: a b\r\n", "400"),
+        ("/v1/messages", "", "400"),
+        ("/health", "host: a\r\n", "200"),
+    ] {
+        let mut client = TcpStream::connect(address).await.unwrap();
+        let request = format!("GET {path} HTTP/1.1\r\n{head}connection: close\r\n\r\n");
+        client.write_all(request.as_bytes()).await.unwrap();
+        let mut reply = String::new();
+        client.read_to_string(&mut reply).await.unwrap();
+        assert!(reply.starts_with(&format!("HTTP/1.1 {status} ")), "{head:?}: {reply}");
+        let is_theirs = reply.contains("{\"type\":\"error\"");
+        assert_eq!(is_theirs, path.starts_with("/v1/messages"), "{reply}");
+        assert!(status == "200" || reply.contains("Host header"), "{reply}");
+    }
+    // an older client has no such field
+    let mut client = TcpStream::connect(address).await.unwrap();
+    client.write_all(b"GET /health HTTP/1.0\r\n\r\n").await.unwrap();
+    let mut reply = String::new();
+    client.read_to_string(&mut reply).await.unwrap();
+    assert!(reply.starts_with("HTTP/1.0 200 "), "{reply}");
 }

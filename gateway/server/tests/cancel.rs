@@ -150,6 +150,37 @@ async fn a_request_leaves_a_silent_worker_before_that_is_given_up() {
 }
 
 #[tokio::test]
+async fn whoever_lost_its_worker_hears_that_the_others_are_full() {
+    let (first, second) = (worker(), worker());
+    for worker in [&first, &second] {
+        worker.set_acts(vec![Act::Start, Act::Hang]);
+    }
+    let gateway = Gateway::start(&[&first, &second], &["--set", "max_queue_wait_s=2"]).await;
+    let asking = tokio::spawn({
+        let (client, url) = (gateway.client.clone(), gateway.url.clone());
+        let body = chat_body(json!({})).to_string();
+        async move {
+            let sent = client.post(format!("{url}/v1/chat/completions")).body(body).send().await;
+            support::read(sent.unwrap()).await
+        }
+    });
+    eventually("a worker has it", || first.seen().len() + second.seen().len() == 1).await;
+    let (holder, other) = if first.seen().is_empty() { (second, first) } else { (first, second) };
+    let full = proto::Load { waiting_prompt_tokens: 1 << 40, ..proto::Load::default() };
+    other.set_load(full);
+    let app = Arc::clone(&gateway.app);
+    eventually("it is seen", move || app.workers.fleet().load.waiting_prompt_tokens > 0).await;
+
+    holder.kill();
+
+    let reply = asking.await.unwrap();
+    assert_eq!(reply.status, 429, "{}", reply.text);
+    assert!(reply.headers.contains_key("retry-after"));
+    assert!(other.seen().is_empty());
+    gateway.assert_idle().await;
+}
+
+#[tokio::test]
 async fn a_request_stays_with_a_silent_worker_if_there_is_no_other() {
     let worker = worker();
     let speak = Arc::new(Notify::new());

@@ -77,13 +77,25 @@ impl Candidates {
     /// shares most of them. Both as they were given to [`ChainMemory::like`].
     pub fn longest(&self, prompt: &ChainPrompt<'_>, page_tokens: usize, epoch: u64) -> KnownChain {
         let root = root_key(prompt, epoch);
-        let unknown = KnownChain { root, page_tokens, keys: Arc::from([]), num_pages: 0 };
-        let same = |seen: &&Seen| seen.chain.root == root;
-        let known = self.seen.iter().filter(same).map(|seen| {
-            let num_pages = common(&seen.token_ids, prompt.token_ids, page_tokens);
-            KnownChain { num_pages: num_pages.min(seen.chain.num_pages), ..seen.chain.clone() }
-        });
-        known.max_by_key(|known| known.num_pages).unwrap_or(unknown)
+        let mut best = KnownChain { root, page_tokens, keys: Arc::from([]), num_pages: 0 };
+        for Seen { chain, token_ids } in self.seen.iter().filter(|seen| seen.chain.root == root) {
+            // a key stands for all tokens before it: who has another one there shares fewer pages,
+            // and of the others only what follows is compared
+            let shared = best.num_pages;
+            if shared > 0 && chain.keys.get(shared - 1) != best.keys.get(shared - 1) {
+                continue;
+            }
+            let from = shared * page_tokens;
+            let more = match (token_ids.get(from..), prompt.token_ids.get(from..)) {
+                (Some(theirs), Some(ours)) => common(theirs, ours, page_tokens),
+                _ => 0,
+            };
+            let num_pages = (shared + more).min(chain.num_pages);
+            if num_pages > shared {
+                best = KnownChain { num_pages, ..chain.clone() };
+            }
+        }
+        best
     }
 }
 

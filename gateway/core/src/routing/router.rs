@@ -269,16 +269,6 @@ impl Router {
         }
     }
 
-    /// Whether [`Router::choose`] would find somebody now, not too busy; changes nothing.
-    pub fn could_choose(&mut self, demand: &Demand, now_s: f64) -> bool {
-        let turn = self.turn;
-        let mut fit = std::mem::take(&mut self.fit);
-        let choice = self.choose_among(demand, now_s, &mut fit);
-        self.fit = fit;
-        self.turn = turn;
-        choice.is_ok()
-    }
-
     fn find_fit(&self, demand: &Demand, now_s: f64, fit: &mut Vec<Fit>) {
         let excluded = demand.excluded.map(|seat| usize::from(seat.0));
         fit.clear();

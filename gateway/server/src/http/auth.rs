@@ -4,7 +4,7 @@ use axum::extract::Request;
 use axum::http::{HeaderValue, header};
 use axum::response::Response;
 
-use super::{RequestIds, Tenant, messages, pages, refuse};
+use super::{Tenant, pages, refuse_request};
 use crate::app::App;
 use crate::error::{ErrorKind, GatewayError};
 use crate::keys::{Caller, Role};
@@ -72,11 +72,7 @@ fn unknown(request: &Request) -> GatewayError {
 }
 
 fn shown(app: &App, request: &Request, error: &GatewayError) -> Response {
-    let mut response = if request.uri().path().starts_with("/v1/messages") {
-        messages::refuse(app, error, &RequestIds::of(request).trace_id)
-    } else {
-        refuse(app, error)
-    };
+    let mut response = refuse_request(app, request, error);
     if error.kind == ErrorKind::Unauthorized {
         response.headers_mut().insert(header::WWW_AUTHENTICATE, HeaderValue::from_static("Bearer"));
     }

@@ -5,6 +5,7 @@ mod auth;
 mod body;
 mod chat;
 mod completions;
+mod host;
 mod messages;
 mod observe;
 mod ops;
@@ -79,10 +80,7 @@ async fn wrong_method(State(app): State<Arc<App>>, request: Request) -> Response
     let (method, path) = (request.method(), request.uri().path());
     let message = format!("{path} does not answer to {method}");
     let error = GatewayError::new(ErrorKind::MethodNotAllowed, message);
-    if path.starts_with("/v1/messages") {
-        return messages::refuse(&app, &error, &RequestIds::of(&request).trace_id);
-    }
-    refuse(&app, &error)
+    refuse_request(&app, &request, &error)
 }
 
 /// On whose behalf a request is made, as whoever checks its key says; a request extension.
@@ -123,6 +121,14 @@ async fn receive<T: Send + 'static>(
 /// Shows an error to the client, counts it, and logs what is not for the client.
 fn refuse(app: &App, error: &GatewayError) -> Response {
     refuse_with(app, error, error.kind.row().status, &error.body())
+}
+
+/// The same in the words of the protocol that the request was meant for.
+fn refuse_request(app: &App, request: &Request, error: &GatewayError) -> Response {
+    if request.uri().path().starts_with("/v1/messages") {
+        return messages::refuse(app, error, &RequestIds::of(request).trace_id);
+    }
+    refuse(app, error)
 }
 
 /// The same in the words of any protocol.

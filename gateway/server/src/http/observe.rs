@@ -18,7 +18,7 @@ use tower::ServiceExt;
 use tracing::Instrument;
 
 use super::auth::{self, Door};
-use super::{Tenant, rates, refuse};
+use super::{Tenant, host, rates, refuse, refuse_request};
 use crate::app::App;
 use crate::error::{ErrorKind, GatewayError};
 use crate::telemetry::RouteLabel;
@@ -82,6 +82,9 @@ pub(super) async fn answer(
     request.extensions_mut().insert(RequestIds { trace_id, trace });
 
     let handling = async {
+        if let Err(error) = host::check(&request) {
+            return Ok(refuse_request(&app, &request, &error));
+        }
         match auth::check(&app, door, &mut request) {
             Ok(()) => {
                 let Tenant(tenant) = request.extensions().get().cloned().unwrap_or_default();

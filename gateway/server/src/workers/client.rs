@@ -4,7 +4,9 @@ use std::future::poll_fn;
 use std::pin::Pin;
 use std::sync::Arc;
 use std::task::{Context, Poll, ready};
+use std::time::Duration;
 
+use axum::http::{HeaderName, HeaderValue, Method, Uri, Version, header};
 use futures::FutureExt;
 use futures::future::BoxFuture;
 use futures::stream::StreamExt;
@@ -12,15 +14,17 @@ use gateway_core::routing::Outcome;
 use tokio::sync::mpsc;
 use tokio::time::Instant;
 use tokio_util::sync::WaitForCancellationFutureOwned;
-use tonic::client::Grpc;
-use tonic::codegen::http::uri::PathAndQuery;
-use tonic::metadata::MetadataValue;
+use tonic::Status;
+use tonic::body::Body;
+use tonic::codec::EncodeBody;
 use tonic::transport::Channel;
+use tower::{Service, ServiceExt};
 
-use super::outgoing::{GenerateCodec, Message, Outgoing};
+use super::outgoing::{Message, MessageEncoder, Outgoing};
+use super::replies::Replies;
 use super::shared_pieces::Ways;
 use super::upload::ChunkSender;
-use super::wire::{self, RequestHeader, Wish, proto};
+use super::wire::{self, RequestHeader, Wish};
 use super::{Sources, WorkerEvent, WorkerId, WorkerLease};
 use crate::error::{ErrorKind, GatewayError};
 use crate::rare::Rare;
@@ -29,8 +33,7 @@ use crate::telemetry::traces::{RequestTrace, WorkerCall};
 /// Chunks that may wait for the connection: one in flight, one ready.
 const WAITING_CHUNKS: usize = 2;
 
-/// Largest message taken from a worker: many tokens with many alternatives.
-const MAX_REPLY_BYTES: usize = 16 << 20;
+const GENERATE: &str = "/m3stack.worker.v1.WorkerService/Generate";
 
 /// Makes and sends the patches of the items a worker lacks.
 pub type UploadWork =
@@ -56,7 +59,7 @@ pub struct GenerateCall<'a> {
     pub wish: Wish,
 }
 
-type Opening = BoxFuture<'static, Result<tonic::Streaming<proto::GenerateResponse>, tonic::Status>>;
+type Opening = BoxFuture<'static, Result<Replies, Status>>;
 type Upload = BoxFuture<'static, Result<(), GatewayError>>;
 
 /// The worker's side of one request. Everything runs inside [`WorkerEvents::next`], so dropping
@@ -71,7 +74,7 @@ pub struct WorkerEvents {
     /// Until the first token, or until it was told.
     silent: Option<Pin<Box<WaitForCancellationFutureOwned>>>,
     opening: Option<Opening>,
-    replies: Option<tonic::Streaming<proto::GenerateResponse>>,
+    replies: Option<Replies>,
     work: Option<(UploadWork, ChunkSender)>,
     upload: Option<Upload>,
     ways: Ways,
@@ -92,14 +95,17 @@ impl WorkerEvents {
                 (Some((work, ChunkSender::new(sender, Some(ways.clone())))), Some(receiver))
             }
         };
-        let requests = Outgoing { header: Some(header), chunks };
-        let mut request = tonic::Request::new(requests);
-        request.set_timeout(call.deadline.saturating_duration_since(Instant::now()));
-        if let Ok(value) = MetadataValue::try_from(call.trace_id) {
-            request.metadata_mut().insert("x-request-id", value);
-        }
-        if let Ok(value) = MetadataValue::try_from(call.trace.context.traceparent()) {
-            request.metadata_mut().insert("traceparent", value);
+        let mut request = request(Outgoing { header: Some(header), chunks });
+        let headers = request.headers_mut();
+        let left = call.deadline.saturating_duration_since(Instant::now());
+        for (name, value) in [
+            (HeaderName::from_static("grpc-timeout"), HeaderValue::try_from(timeout(left))),
+            (HeaderName::from_static("x-request-id"), HeaderValue::try_from(call.trace_id)),
+            (HeaderName::from_static("traceparent"), call.trace.context.traceparent().try_into()),
+        ] {
+            if let Ok(value) = value {
+                headers.insert(name, value);
+            }
         }
         let told = Told {
             trace: Arc::clone(call.trace),
@@ -236,7 +242,7 @@ impl WorkerEvents {
         let Some(replies) = &mut self.replies else {
             return Poll::Ready(Err(broken("the call was never opened")));
         };
-        Poll::Ready(match ready!(replies.poll_next_unpin(context)) {
+        Poll::Ready(match ready!(replies.poll_next(context)) {
             Some(Ok(response)) => wire::reply(response),
             None => Err(broken("the call ended without a finish")),
             Some(Err(status)) => Err(wire::failure(&status)),
@@ -258,7 +264,7 @@ impl WorkerEvents {
     /// clean end rather than a reset.
     pub fn settle(&mut self) {
         if let Some(replies) = &mut self.replies {
-            let _ = replies.message().now_or_never();
+            let _ = poll_fn(|context| replies.poll_next(context)).now_or_never();
         }
     }
 }
@@ -305,15 +311,33 @@ fn judgement(kind: ErrorKind) -> Outcome {
     }
 }
 
-async fn open(
-    channel: Channel,
-    request: tonic::Request<Outgoing>,
-) -> Result<tonic::Streaming<proto::GenerateResponse>, tonic::Status> {
-    let mut client = Grpc::new(channel).max_decoding_message_size(MAX_REPLY_BYTES);
-    client.ready().await.map_err(|error| tonic::Status::from_error(Box::new(error)))?;
-    let path = PathAndQuery::from_static("/m3stack.worker.v1.WorkerService/Generate");
-    let replies = client.streaming(request, path, GenerateCodec::default()).await;
-    replies.map(tonic::Response::into_inner)
+/// The call's head and what it sends.
+fn request(messages: Outgoing) -> axum::http::Request<Body> {
+    let body = EncodeBody::new_client(MessageEncoder, messages.map(Ok), None, None);
+    let mut request = axum::http::Request::new(Body::new(body));
+    *request.method_mut() = Method::POST;
+    *request.version_mut() = Version::HTTP_2;
+    *request.uri_mut() = Uri::from_static(GENERATE);
+    let headers = request.headers_mut();
+    headers.insert(header::TE, HeaderValue::from_static("trailers"));
+    headers.insert(header::CONTENT_TYPE, HeaderValue::from_static("application/grpc"));
+    request
+}
+
+/// Source: the gRPC protocol over HTTP/2: at most eight digits and a unit.
+fn timeout(left: Duration) -> String {
+    const MOST: u128 = 99_999_999;
+    let units = [("n", left.as_nanos()), ("u", left.as_micros()), ("m", left.as_millis())];
+    match units.into_iter().find(|(_, count)| *count <= MOST) {
+        Some((unit, count)) => format!("{count}{unit}"),
+        None => format!("{}S", u128::from(left.as_secs()).min(MOST)),
+    }
+}
+
+async fn open(mut channel: Channel, request: axum::http::Request<Body>) -> Result<Replies, Status> {
+    let failed = |error: tonic::transport::Error| Status::from_error(Box::new(error));
+    let ready = channel.ready().await.map_err(failed)?;
+    Replies::of(ready.call(request).await.map_err(failed)?)
 }
 
 /// What to call a worker that is left for another before its first token.

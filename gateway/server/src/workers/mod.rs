@@ -8,6 +8,7 @@ mod gathered;
 mod lease;
 mod outgoing;
 mod pool;
+mod replies;
 mod session;
 mod shared;
 mod shared_pieces;

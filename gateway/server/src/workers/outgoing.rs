@@ -10,8 +10,7 @@ use prost::Message as _;
 use prost::encoding::{WireType, encode_key, encode_varint, encoded_len_varint, key_len};
 use tokio::sync::mpsc;
 use tonic::Status;
-use tonic::codec::{Codec, EncodeBuf, Encoder};
-use tonic_prost::{ProstCodec, ProstDecoder};
+use tonic::codec::{EncodeBuf, Encoder};
 
 use super::wire::proto;
 
@@ -52,25 +51,6 @@ impl Stream for Outgoing {
                 .map(|chunk| chunk.map(|chunk| Message::Chunk(Box::new(chunk)))),
             None => Poll::Ready(None),
         }
-    }
-}
-
-/// Messages to bytes, and bytes to replies.
-#[derive(Default)]
-pub(super) struct GenerateCodec(ProstCodec<proto::GenerateRequest, proto::GenerateResponse>);
-
-impl Codec for GenerateCodec {
-    type Encode = Message;
-    type Decode = proto::GenerateResponse;
-    type Encoder = MessageEncoder;
-    type Decoder = ProstDecoder<proto::GenerateResponse>;
-
-    fn encoder(&mut self) -> Self::Encoder {
-        MessageEncoder
-    }
-
-    fn decoder(&mut self) -> Self::Decoder {
-        self.0.decoder()
     }
 }
 

@@ -148,28 +148,31 @@ impl WorkerPool {
     ) -> Result<WorkerLease, GatewayError> {
         let excluded = failed.map(|lease| lease.seat);
         let demand = &Demand { excluded, ..demand.clone() };
-        let (began, now_s) = (Instant::now(), self.shared.now_s());
-        let choice = {
-            let mut router = self.shared.router();
-            router.choose(demand, now_s).map(|choice| {
-                let division = router.division(demand, &choice, now_s);
-                (choice, division)
-            })
-        };
-        match choice {
-            Ok((choice, division)) => {
-                let metrics = &self.shared.metrics;
-                metrics.routed(choice.reason, choice.matched_tokens, began.elapsed());
-                self.lease_for(choice, division)
-            }
+        match self.choose(demand) {
+            Ok((choice, division)) => self.lease_for(choice, division),
             Err(none) => Err(self.nobody(none, demand)),
         }
     }
 
-    /// Whether [`WorkerPool::lease`] would give a worker other than the leased one now.
-    pub fn has_another(&self, demand: &Demand, than: &WorkerLease) -> bool {
+    fn choose(&self, demand: &Demand) -> Result<(Choice, Division), NoChoice> {
+        let (began, now_s) = (Instant::now(), self.shared.now_s());
+        let (choice, division) = {
+            let mut router = self.shared.router();
+            let choice = router.choose(demand, now_s)?;
+            let division = router.division(demand, &choice, now_s);
+            (choice, division)
+        };
+        let metrics = &self.shared.metrics;
+        metrics.routed(choice.reason, choice.matched_tokens, began.elapsed());
+        Ok((choice, division))
+    }
+
+    /// Leases a worker other than the leased one if one would take the request now: whoever then
+    /// leaves the first is sure of the second.
+    pub fn lease_another(&self, demand: &Demand, than: &WorkerLease) -> Option<WorkerLease> {
         let demand = Demand { excluded: Some(than.seat), ..demand.clone() };
-        self.shared.router().could_choose(&demand, self.shared.now_s())
+        let (choice, division) = self.choose(&demand).ok()?;
+        self.lease_for(choice, division).ok()
     }
 
     /// Leases one worker, whatever it has to do.

@@ -296,33 +296,21 @@ fn a_fleet_that_is_too_busy_says_how_long_the_wait_is() {
 }
 
 #[test]
-fn whoever_asks_for_another_worker_is_told_what_a_choice_would_give() {
+fn whoever_wants_another_worker_gets_none_that_is_too_busy() {
     let mut router = ready(3, Policy { max_wait_s: 3.0, ..Policy::default() });
     let but = |seat| Demand { excluded: Some(SeatId(seat)), ..prompt(10, &[]) };
     let busy = SeatLoad { waiting_prompt_tokens: 40_000, ..SeatLoad::default() };
-    assert!(router.could_choose(&but(0), 0.0));
+    assert_ne!(router.choose(&but(0), 0.0).unwrap().ticket.seat, SeatId(0));
 
     // the others are there and too busy: one that is silent is the better hope
     router.report(SeatId(1), busy, 0.0);
     router.report(SeatId(2), busy, 0.0);
-    assert!(!router.could_choose(&but(0), 0.0));
     assert_eq!(router.choose(&but(0), 0.0).unwrap_err(), NoChoice::TooBusy { wait_s: 5.0 });
-    assert!(router.could_choose(&but(1), 0.0));
+    assert_eq!(router.choose(&but(1), 0.0).unwrap().ticket.seat, SeatId(0));
 
     router.leave(SeatId(1));
     router.leave(SeatId(2));
-    assert!(!router.could_choose(&but(0), 0.0));
-}
-
-#[test]
-fn a_question_changes_no_choice() {
-    let (mut asked, mut plain) = (ready(5, Policy::default()), ready(5, Policy::default()));
-    for _ in 0..20 {
-        assert!(asked.could_choose(&prompt(10, &[]), 0.0));
-        let (one, other) =
-            (asked.choose(&prompt(10, &[]), 0.0), plain.choose(&prompt(10, &[]), 0.0));
-        assert_eq!(one.unwrap().ticket.seat, other.unwrap().ticket.seat);
-    }
+    assert_eq!(router.choose(&but(0), 0.0).unwrap_err(), NoChoice::NobodyFit);
 }
 
 #[test]
