@@ -227,6 +227,10 @@ def long_prompts(plan: Plan) -> Iterator[Row]:
 
         for arm in arms:
             arm.ask("whole", [repeated[-1]], count=1)
+        asked: dict[str, object] = {"prompt_tokens": PROMPT_TOKENS, "max_tokens": 1}
+        alone = plan.in_turn(
+            arms, lambda arm: arm.ask_worker(**asked, count=3)["whole_us"]["p50"] / 1e3
+        )
         for name, bodies in (("prompt_90k", fresh), ("prompt_90k_repeated_prefix", repeated)):
             if bodies is repeated:
                 for arm in arms:
@@ -236,6 +240,9 @@ def long_prompts(plan: Plan) -> Iterator[Row]:
                 arms, lambda arm, turns=turns: whole_ms(arm, turns[arm.kind.name])
             )
             yield Row(name, values, "ms")
+            # without what the worker takes to read as many ids
+            added = {kind: value - alone[kind] for kind, value in values.items()}
+            yield Row(f"{name}_added", added, "ms")
 
 
 def starts(plan: Plan) -> Iterator[Row]:

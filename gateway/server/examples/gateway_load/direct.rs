@@ -24,6 +24,13 @@ pub struct Question {
     pub nth_token: usize,
 }
 
+impl Question {
+    /// Ids of two bytes each, as most of a prompt's are.
+    fn token_ids(self) -> Vec<u32> {
+        (0..self.prompt_tokens).map(|place| 300 + (place % 1000) as u32).collect()
+    }
+}
+
 pub async fn ask(
     worker: SocketAddr,
     protocol: Protocol,
@@ -74,7 +81,7 @@ impl Watch {
 async fn ours(channel: Channel, question: Question, place: usize) -> Outcome<Taken> {
     let header = proto::GenerateHeader {
         request_id: format!("direct-{place}"),
-        prompt_token_ids: vec![7; question.prompt_tokens],
+        prompt_token_ids: question.token_ids(),
         sampling: Some(proto::Sampling {
             max_tokens: Some(question.max_tokens),
             ..Default::default()
@@ -133,7 +140,7 @@ struct Reply {
 async fn peers(channel: Channel, question: Question, place: usize) -> Outcome<Taken> {
     let request = Generate {
         request_id: format!("direct-{place}"),
-        tokenized: Some(Tokenized { input_ids: vec![7; question.prompt_tokens] }),
+        tokenized: Some(Tokenized { input_ids: question.token_ids() }),
         sampling: Some(Sampling { max_tokens: Some(question.max_tokens) }),
         is_streamed: true,
     };
