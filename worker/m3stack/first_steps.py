@@ -18,7 +18,7 @@ import torch
 from m3stack.batch import DeviceBatch
 from m3stack.cache.pool import KvPool, PageShape
 from m3stack.dry_run import STAND_IN_PAGES
-from m3stack.kernels.interface import PagedRows
+from m3stack.kernels.interface import HostLengths, PagedRows
 from m3stack.models.minimax_m3.model import M3Model
 
 _log = logging.getLogger(__name__)
@@ -103,16 +103,19 @@ def step_of(model: M3Model, size: StepSize, num_pages: int) -> DeviceBatch:
     ).to(device)
     pages_T = table_J[positions_T // page_tokens].to(torch.int64)
     count = len(size.rows)
+    starts_S1 = torch.tensor(starts, dtype=torch.int32)
+    lens_S = torch.full((count,), size.context_tokens, dtype=torch.int32)
     return DeviceBatch(
         token_ids_T=torch.zeros(starts[-1], dtype=torch.int64, device=device),
         positions_T=positions_T,
         slots_T=pages_T * page_tokens + positions_T % page_tokens,
         rows=PagedRows(
-            query_start_S1=torch.tensor(starts, dtype=torch.int32, device=device),
-            seq_lens_S=torch.full((count,), size.context_tokens, dtype=torch.int32, device=device),
+            query_start_S1=starts_S1.to(device),
+            seq_lens_S=lens_S.to(device),
             page_table_SJ=table_J.repeat(count, 1),
             max_query_len=max(size.rows),
             max_seq_len=size.context_tokens,
+            host=HostLengths(starts_S1, lens_S),
         ),
         sample_rows_S=torch.tensor(starts[1:], device=device) - 1,
         media=(),

@@ -12,9 +12,12 @@ import statistics
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from m3stack.bench.agentic.compiled import counted
 from m3stack.bench.agentic.replay import Crowd, quantile
+from m3stack.bench.agentic.step_profile import TimedOperations, profiled
+from m3stack.bench.agentic.step_times import summary
 from m3stack.bench.agentic.worker import Running, Sizes, Step, running_engine
 from m3stack.models.minimax_m3.model import M3Model
 
@@ -35,8 +38,8 @@ class BesideShape:
 
     decoding: int = 64
     decoding_context: int = 4096
-    befores: tuple[int, ...] = (0, 245_760, 491_520, 737_280, 983_040)
-    stretch: int = 49_152
+    befores: tuple[int, ...] = (0, 458_752, 917_504)
+    stretch: int = 131_072
     slowdown: float = 0.0
     max_mixed_tokens: int = 2048
     max_batch_tokens: int = 8192
@@ -72,14 +75,35 @@ class BesideRow:
     compiled: int
 
 
-def measure(model: M3Model, shape: BesideShape) -> tuple[list[BesideRow], list[Step]]:
-    """All stretches together, then each; and all steps that had prompts."""
+@dataclass(slots=True)
+class Found:
+    """What was measured.
+
+    Attributes:
+        rows: all stretches together, then each.
+        steps: those that had prompts.
+        times: means of steps beside the prompt, by kind, as `step_times.summary` gives them.
+        profile: of one more stretch, as `step_profile.profiled` gives it; empty if not asked for.
+    """
+
+    rows: list[BesideRow]
+    steps: list[Step]
+    times: dict[str, dict[str, float]]
+    profile: dict[str, Any]
+
+
+def measure(model: M3Model, shape: BesideShape, operations: TimedOperations | None = None) -> Found:
+    """Both sides of every stretch.
+
+    Args:
+        operations: of the model; with them one more stretch is profiled.
+    """
     page = model.config.block_tokens
     longest = max(shape.befores) + shape.stretch
     decoded = shape.decoding_context + 4096
     num_pages = shape.decoding * -(-decoded // page) + -(-longest // page)
-    # every stretch is computed twice, behind the same beginning, and a shorter prompt before them
-    num_pages += 2 * len(shape.befores) * (-(-shape.stretch // page) + 2)
+    # every stretch is computed twice behind the same beginning, one thrice; a shorter prompt before
+    num_pages += (2 * len(shape.befores) + 1) * (-(-shape.stretch // page) + 2)
     num_pages += 4 * -(-shape.max_batch_tokens // page)
     sizes = Sizes(
         num_pages=num_pages,
@@ -90,11 +114,12 @@ def measure(model: M3Model, shape: BesideShape) -> tuple[list[BesideRow], list[S
         filled=True,
     )
     with running_engine(model, sizes) as running:
-        rows = _rows(running, shape, model.config.vocab_size - 64)
-        return rows, [step for step in running.steps if step.prompt_tokens]
+        return _found(running, shape, model.config.vocab_size - 64, operations)
 
 
-def _rows(running: Running, shape: BesideShape, vocab_size: int) -> list[BesideRow]:
+def _found(
+    running: Running, shape: BesideShape, vocab_size: int, operations: TimedOperations | None
+) -> Found:
     crowd = Crowd(running.engine, running.mailbox)
     rng = random.Random("beside")
 
@@ -124,6 +149,7 @@ def _rows(running: Running, shape: BesideShape, vocab_size: int) -> list[BesideR
         have = min(len(crowd.times[handle]) for handle in decoding)
         crowd.wait_tokens(decoding, have + shape.idle_tokens)
         idle = crowd.gaps(decoding, began_at, time.perf_counter())
+        first = len(running.times)
         beside: list[float] = []
         gaps: list[list[float]] = []
         for before in shape.befores:
@@ -132,6 +158,12 @@ def _rows(running: Running, shape: BesideShape, vocab_size: int) -> list[BesideR
             gaps.append(crowd.gaps(decoding, since, time.perf_counter()))
             have = min(len(crowd.times[handle]) for handle in decoding)
             crowd.wait_tokens(decoding, have + 20)
+    times = summary([step for step in running.times[first:] if step.collected_at])
+    profile: dict[str, Any] = {}
+    if operations is not None:
+        with profiled(running, operations) as profile:
+            before = shape.befores[len(shape.befores) // 2]
+            _prefill(running, crowd, beginning[:before], draw(shape.stretch))
     crowd.cancel(*decoding)
     together = (-1, sum(alone), sum(beside), [gap for each in gaps for gap in each])
     rows: list[BesideRow] = []
@@ -158,7 +190,8 @@ def _rows(running: Running, shape: BesideShape, vocab_size: int) -> list[BesideR
                 compiled=compiled.kernels,
             )
         )
-    return rows
+    steps = [step for step in running.steps if step.prompt_tokens]
+    return Found(rows, steps, times, profile)
 
 
 def _prefill(

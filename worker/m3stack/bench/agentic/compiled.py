@@ -15,6 +15,7 @@ from m3stack.first_steps import PROMPT_TOKENS, StepSize
 # the largest step beside decode, alone, and of a long prompt alone
 MOST_MIXED_TOKENS, MOST_TOKENS, MOST_GROWN_TOKENS = 2048, 8192, 16_384
 LONG_PROMPT_TOKENS = 1_048_576
+PAGE_TOKENS, ROWS_BESIDE = 128, 300
 
 
 def conversation_steps(context_tokens: int, *, num_decoding: int) -> list[StepSize]:
@@ -41,6 +42,11 @@ def _steps(context_tokens: int, most: int, num_decoding: int) -> list[StepSize]:
                 StepSize((*(1,) * decoding, tokens), context_tokens)
                 for decoding in (2, num_decoding - 1)
             ]
+    # rows beside a prompt are divided by how many there are, and tables told apart by their width
+    even = context_tokens - context_tokens % (16 * PAGE_TOKENS)
+    for context in (even, even - PAGE_TOKENS):
+        for power in range((num_decoding - 1).bit_length()):
+            found.append(StepSize((*(1,) * (1 << power), ROWS_BESIDE), context))
     return found
 
 

@@ -175,12 +175,17 @@ class Bench:
         shape = TOY_BESIDE if self.arguments.toy else beside.BesideShape()
         shape = replace(shape, slowdown=self.arguments.slowdown)
         model = without_dense_layers(self.models.get(ARMS[arm_name]))
-        rows, steps = beside.measure(model, shape)
         name = "beside" if arm_name == "full" else f"beside_{arm_name.removeprefix('full_')}"
-        self._add(name, [asdict(row) for row in rows])
+        operations = self.models.operations if name in self.arguments.profile else None
+        found = beside.measure(model, shape, operations)
+        self._add(name, [asdict(row) for row in found.rows])
+        self._add(f"{name}_steps", [{"kind": kind, **row} for kind, row in found.times.items()])
+        if found.profile:
+            part = {"arm": arm_name, "beside": True, **found.profile}
+            self.document.parts.setdefault("profile", []).append(part)
         if self.arguments.steps is not None:
             with self.arguments.steps.open("a") as file:
-                for step in steps:
+                for step in found.steps:
                     print(json.dumps({"part": name, **asdict(step)}), file=file)
 
     def beside_bf16(self) -> None:
@@ -370,8 +375,8 @@ def _parser() -> argparse.ArgumentParser:
         "--profile",
         nargs="+",
         default=[],
-        metavar="ARM",
-        help="arms that are replayed once more under a profiler, kinds of steps apart",
+        metavar="PART",
+        help="arms, or beside, that run once more under a profiler, kinds of steps apart",
     )
     parser.add_argument("--kernels", default="auto")
     parser.add_argument("--json", type=Path, default=None, help="rows; text and picture beside it")
