@@ -55,6 +55,20 @@ def test_sizes_stay_within_what_a_worker_may_run(tokens: int, sequences: int, co
     assert any(size.rows == (min(tokens, context),) for size in found)
 
 
+def test_steps_of_next_tokens_come_first_and_no_mixed_step_is_larger_than_any_can_be() -> None:
+    found = list(
+        sizes(max_tokens=8192, max_sequences=64, context_tokens=1 << 20, max_mixed_tokens=2048)
+    )
+    is_decode = [set(size.rows) == {1} for size in found]
+    assert is_decode == sorted(is_decode, reverse=True)
+    mixed = [size for size in found if len(set(size.rows)) > 1]
+    assert max(sum(size.rows) for size in mixed) == 2048
+    # rows that decode beside a prompt are attended to apart, by kernels made for their number
+    assert {size.rows.count(1) for size in mixed} >= {1, 2, 8, 32, 48}
+    # of prompts those first that are far apart
+    assert found.index(StepSize((8192,), 8192)) < found.index(StepSize((4097,), 4097))
+
+
 def shape_of(model: M3Model) -> PageShape:
     config = model.config
     return PageShape(

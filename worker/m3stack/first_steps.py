@@ -32,6 +32,8 @@ PROMPT_TOKENS = tuple(
     for size in ((1 << power), 3 << (power - 1))
     for offset in (0, 1, 5, 16)
 )
+# of a prompt
+ROWS_BESIDE = 300
 CONTEXTS = (500, 2048, 8192, 65_536, 100_000, 1_048_576)
 
 
@@ -43,26 +45,43 @@ class StepSize:
     context_tokens: int
 
 
-def sizes(*, max_tokens: int, max_sequences: int, context_tokens: int) -> Iterator[StepSize]:
-    """Sizes of steps as they occur, those that occur most first."""
+def sizes(
+    *, max_tokens: int, max_sequences: int, context_tokens: int, max_mixed_tokens: int = 0
+) -> Iterator[StepSize]:
+    """Sizes of steps as they occur, those first that are missed most where time ends before them.
+
+    Args:
+        max_tokens, max_mixed_tokens: of a step, and of one with a prompt beside others; 0: as many.
+        max_sequences: that run at once.
+        context_tokens: of the longest sequence.
+    """
     contexts = sorted({min(context, context_tokens) for context in CONTEXTS})
     most = min(max_tokens, context_tokens)
+    mixed = min(most, max_mixed_tokens or max_tokens)
+    # everyone waits for a step of next tokens alone; prompts of any size come close to one of these
+    for context in contexts:
+        for count in (*(n for n in DECODE_ROWS if n < max_sequences), max_sequences):
+            yield StepSize((1,) * count, context)
+    longest = contexts[len(contexts) // 2]
     prompts = sorted({min(tokens, most) for tokens in (*PROMPT_TOKENS, most)})
-    for tokens in prompts:
-        # one token is decode, and comes below
+    coarse = [tokens for tokens in prompts if tokens == most or tokens.bit_count() == 1]
+    for tokens in (*coarse, *(tokens for tokens in prompts if tokens not in coarse)):
+        # one token is decode, and came above
         if tokens == 1:
             continue
         # behind nothing, behind something cached, and beside two that decode
         yield StepSize((tokens,), tokens)
-        longer = min(context_tokens, max(contexts[len(contexts) // 2], 2 * tokens))
+        longer = min(context_tokens, max(longest, 2 * tokens))
         if tokens < longer:
             yield StepSize((tokens,), longer)
-        # three such rows are decode, and come below
-        if tokens > 3 and max_sequences > 2:
+        # three such rows are decode, and came above
+        if 3 < tokens <= mixed and max_sequences > 2:
             yield StepSize((1, 1, tokens - 2), longer)
-    for context in contexts:
-        for count in (*(n for n in DECODE_ROWS if n < max_sequences), max_sequences):
-            yield StepSize((1,) * count, context)
+    # rows beside a prompt are divided by how many there are; two came above
+    beside = min(ROWS_BESIDE, context_tokens)
+    for count in DECODE_ROWS:
+        if count != 2 and count < max_sequences and 1 < beside <= mixed - count:
+            yield StepSize((*(1,) * count, beside), max(beside, longest))
 
 
 def with_layers(model: M3Model, numbers: Sequence[int]) -> M3Model:

@@ -174,6 +174,7 @@ def run_ahead(
     context = context_limit(config, model.config)
     wanted = sizes(
         max_tokens=limits.most_tokens_within(context),
+        max_mixed_tokens=limits.max_mixed_tokens,
         max_sequences=limits.max_sequences,
         context_tokens=context,
     )
