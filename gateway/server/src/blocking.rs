@@ -5,6 +5,7 @@ use std::sync::Arc;
 use tokio::sync::Semaphore;
 
 use crate::error::GatewayError;
+use crate::priority;
 
 /// A share of the runtime's blocking threads.
 #[derive(Clone, Debug)]
@@ -32,6 +33,7 @@ impl BlockingPool {
             .await
             .map_err(|_| GatewayError::internal("the pool of threads is closed"))?;
         let running = tokio::task::spawn_blocking(move || {
+            priority::take_time();
             let outcome = work();
             drop(place);
             outcome

@@ -15,6 +15,7 @@ pub mod keys;
 pub mod media;
 mod pipeline;
 pub mod prepare;
+mod priority;
 mod rare;
 mod reader;
 mod reply;

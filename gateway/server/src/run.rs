@@ -10,6 +10,7 @@ use tokio_util::sync::CancellationToken;
 use crate::app::{App, StartError};
 use crate::config::{ConfigError, GatewayConfig};
 use crate::http;
+use crate::priority;
 use crate::telemetry::start_logging;
 
 /// Exit code for settings that cannot be used.
@@ -54,6 +55,7 @@ where
 pub fn run(config: GatewayConfig) -> Result<(), StartError> {
     let runtime = tokio::runtime::Builder::new_multi_thread()
         .worker_threads(io_threads())
+        .on_thread_start(priority::answer_at_once)
         .enable_all()
         .build()?;
     let outcome = runtime.block_on(serve_until_signal(config));

@@ -11,7 +11,6 @@ mod fetch_cache;
 pub mod ffmpeg;
 mod limits;
 mod local;
-mod priority;
 mod resizers;
 mod send;
 mod source;

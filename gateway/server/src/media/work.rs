@@ -6,8 +6,8 @@ use tokio::runtime::Runtime;
 
 use super::allowance::Taken;
 use super::fair::{FairQueue, Flow, Place};
-use super::priority;
 use crate::error::GatewayError;
+use crate::priority;
 
 /// What pixel work may use at one time.
 #[derive(Debug)]
@@ -64,7 +64,7 @@ impl WorkRooms {
         let pool = tokio::runtime::Builder::new_current_thread()
             .thread_name("pixels")
             .max_blocking_threads(threads.max(1) as usize)
-            .on_thread_start(priority::lower)
+            .on_thread_start(priority::step_back)
             .build()?;
         Ok(Self {
             threads: FairQueue::new(u64::from(threads)),

@@ -15,7 +15,7 @@ use gateway_media::mp4::ReadAt;
 use tokio::process::{Child, ChildStdout, Command};
 
 use crate::media::fair::Place;
-use crate::media::priority;
+use crate::priority;
 use crate::telemetry::Metrics;
 
 /// Address space: decoders of 8K clips stay below it, a bomb does not pass it.
@@ -241,7 +241,7 @@ fn confine(input: Option<RawFd>, cpu_seconds: u64, parent: u32) -> std::io::Resu
             check(libc::fcntl(input, libc::F_SETFD, 0))?;
         }
     }
-    priority::lower();
+    priority::step_back();
     Ok(())
 }
 

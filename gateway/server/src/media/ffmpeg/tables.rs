@@ -10,6 +10,7 @@ use gateway_media::mp4::{Excerpt, Movie, ReadAt, Role, Sample};
 
 use super::confine::MemoryFile;
 use crate::error::GatewayError;
+use crate::priority;
 
 /// Written to a memory file at a time.
 const WRITE_BYTES: usize = 1 << 20;
@@ -119,6 +120,9 @@ fn read_sample(clip: &MemoryFile, sample: Sample, bytes: &mut Vec<u8>) -> std::i
 async fn on_a_thread<T: Send + 'static>(
     work: impl FnOnce() -> T + Send + 'static,
 ) -> Result<T, GatewayError> {
-    let running = tokio::task::spawn_blocking(work);
+    let running = tokio::task::spawn_blocking(|| {
+        priority::take_time();
+        work()
+    });
     running.await.map_err(|error| GatewayError::internal(format!("a thread died: {error}")))
 }

@@ -1,13 +1,16 @@
-//! Threads and children of media work step back behind requests for text.
+//! Who comes first where threads compete: sockets before everything, media work behind requests for
+//! text.
 
 #![allow(unsafe_code)]
 
 /// How far pixel threads and FFmpeg's processes stand behind the gateway's other threads: about a
 /// ninth of what those get where they compete, and all of what they leave.
 const NICENESS: libc::c_int = 10;
-/// How long they keep a core that another thread has woken for: the shortest that Linux knows. By
-/// default it is some milliseconds, at each of the many turns that a request for text takes.
-const SLICE_NS: u64 = 100_000;
+/// How long a thread that serves sockets keeps a core at a time: the shortest that Linux knows. Who
+/// asks for short turns gets them soon; by default each may wait for some milliseconds of another.
+const SHORT_TURN_NS: u64 = 100_000;
+/// What the system gives to everyone.
+const DEFAULT_TURN_NS: u64 = 0;
 
 /// What the system knows of a thread's turns.
 ///
@@ -26,14 +29,28 @@ struct Turns {
 }
 
 /// Gives the calling thread, and what it becomes, the low priority of media work. A system that
-/// refuses leaves things as they are; Linux before 6.12 knows no slices of a thread's own.
+/// refuses leaves things as they are.
 ///
 /// It can be called between fork and exec.
-pub(super) fn lower() {
+pub(crate) fn step_back() {
     // SAFETY: plain system calls about the calling thread.
     unsafe { libc::nice(NICENESS) };
+    take_time();
+}
+
+/// Gives the calling thread short turns, which come soon. Linux before 6.12 knows none.
+pub(crate) fn answer_at_once() {
+    set_turn(SHORT_TURN_NS);
+}
+
+/// Gives the calling thread, of those that answer at once, the turns of long work.
+pub(crate) fn take_time() {
+    set_turn(DEFAULT_TURN_NS);
+}
+
+fn set_turn(slice_ns: u64) {
     if let Some(turns) = turns() {
-        set_turns(Turns { slice_ns: SLICE_NS, ..turns });
+        set_turns(Turns { slice_ns, ..turns });
     }
 }
 
@@ -67,14 +84,22 @@ mod tests {
     }
 
     #[test]
-    fn a_lowered_thread_keeps_a_core_for_the_shortest_time_there_is() {
+    fn turns_are_short_for_sockets_and_as_usual_for_long_work() {
         let before = seen_after(|| {});
-        let known = seen_after(move || set_turns(Turns { slice_ns: SLICE_NS, ..before }));
-        let lowered = seen_after(lower);
-        assert_eq!(lowered.nice, (before.nice + NICENESS).min(19));
-        assert_eq!(lowered.policy, before.policy);
-        // what this system makes of it
-        assert_eq!(lowered.slice_ns, known.slice_ns);
+        // what this system makes of short ones
+        let known = seen_after(move || set_turns(Turns { slice_ns: SHORT_TURN_NS, ..before }));
+        assert_eq!(seen_after(answer_at_once).slice_ns, known.slice_ns);
+        let long = seen_after(|| {
+            answer_at_once();
+            take_time();
+        });
+        assert_eq!((long.slice_ns, long.nice), (before.slice_ns, before.nice));
+        let back = seen_after(|| {
+            answer_at_once();
+            step_back();
+        });
+        assert_eq!(back.slice_ns, before.slice_ns);
+        assert_eq!((back.nice, back.policy), ((before.nice + NICENESS).min(19), before.policy));
         assert_eq!(seen_after(|| {}).slice_ns, before.slice_ns, "no other thread is touched");
     }
 }
