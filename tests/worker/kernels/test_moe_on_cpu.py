@@ -152,7 +152,7 @@ def test_pairs_of_other_ranks_neither_count_as_own_nor_are_copied(built: FilePat
     expected = reference.run_experts(x.float(), *inputs, shared=SharedExpert(*own))
     assert (out - expected).norm() / expected.norm() < CLOSE
     order = library.sort(ids, EXPERTS, SOME_TOKENS[-1])
-    copied = library.gather(x, order.pairs, top_k=EXPERTS, is_coded=False, with_tokens=True)
+    copied = library.gather(x, order.places, is_coded=False, with_tokens=True)
     assert torch.equal(copied[ids.numel() :], x)
     copied = copied[: ids.numel()]
     is_own = order.pairs >= 0
@@ -176,6 +176,8 @@ def test_sorted_pairs_have_no_gaps_and_blocks_of_one_expert(
     chosen = sorted((expert, pair) for pair, expert in enumerate(flat) if expert >= 0)
     padding = [-1] * (len(flat) - len(chosen))
     assert order.pairs.tolist() == [pair for _, pair in chosen] + padding
+    places = {pair: place for place, (_, pair) in enumerate(chosen)}
+    assert order.places.flatten().tolist() == [places.get(pair, -1) for pair in range(len(flat))]
     used = [expert for expert in order.experts.tolist() if expert >= 0]
     assert order.experts.tolist() == used + [-1] * (order.max_blocks - len(used))
     spans = list(zip(used, order.firsts.tolist(), order.counts.tolist(), strict=False))

@@ -95,7 +95,7 @@ class ExpertCall:
 
     def run_ring(self, routed: Matrices, own: Matrices | None, most: int) -> Tensor:
         """Pairs sorted by expert, in blocks of `most`; results are added up in bf16."""
-        (num_tokens, top_k), num_pairs = self.ids_Tk.shape, self.ids_Tk.numel()
+        num_tokens, num_pairs = len(self.ids_Tk), self.ids_Tk.numel()
         is_coded = routed.is_mxfp8
         if num_tokens == 1:
             order = self.library.lone(self.ids_Tk)
@@ -103,9 +103,8 @@ class ExpertCall:
             order = self.library.sort(self.ids_Tk, elements_of(routed.gate_up).shape[0], most)
         hidden, results = self._buffers(routed, own, torch.bfloat16)
         ordered = self.library.gather(
-            self.x_TM, order.pairs, top_k=top_k, is_coded=is_coded,
-            with_tokens=is_coded and own is not None,
-        )  # fmt: skip
+            self.x_TM, order.places, is_coded=is_coded, with_tokens=is_coded and own is not None
+        )
         box = box_tokens(num_pairs / self.num_experts, most)
         own_x_TM = ordered[num_pairs:] if is_coded else self.x_TM
         for mode, source, own_source, target in (

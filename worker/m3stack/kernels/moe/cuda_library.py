@@ -104,6 +104,7 @@ class SortArgs(ctypes.Structure):
     _fields_ = (
         ("ids", c_void_p),
         ("pairs", c_void_p),
+        ("places", c_void_p),
         ("experts", c_void_p),
         ("firsts", c_void_p),
         ("counts", c_void_p),
@@ -119,7 +120,7 @@ class GatherArgs(ctypes.Structure):
 
     _fields_ = (
         ("x", c_void_p),
-        ("pairs", c_void_p),
+        ("places", c_void_p),
         ("out", c_void_p),
         ("next_tiles", c_void_p),
         ("x_row", c_int64),
@@ -127,6 +128,7 @@ class GatherArgs(ctypes.Structure):
         ("top_k", c_int32),
         ("width", c_int32),
         ("is_coded", c_int32),
+        ("with_tokens", c_int32),
     )
 
 
@@ -173,11 +175,13 @@ class SortedPairs:
 
     Attributes:
         pairs: int32 [pairs], ascending by expert; then -1, for those of negative ids.
+        places: int32 [T, k], where in `pairs` each stands; -1 for those of negative ids.
         experts: int32 [blocks], ascending; -1 where a block is not used.
         firsts, counts: int32 [blocks], where in `pairs` a block starts and how many it has.
     """
 
     pairs: Tensor
+    places: Tensor
     experts: Tensor
     firsts: Tensor
     counts: Tensor
@@ -315,14 +319,15 @@ class ExpertLibrary:
         # blocks that suffice however the pairs fall: an expert with pairs wastes less than one
         max_blocks = min(num_pairs, num_pairs // most + num_experts)
         pairs = torch.empty(num_pairs, dtype=torch.int32, device=device)
+        places = torch.empty_like(ids_Tk)
         experts, firsts, counts = torch.empty(3, max_blocks, dtype=torch.int32, device=device)
         arguments = SortArgs(
-            ids=ids_Tk.data_ptr(), pairs=pairs.data_ptr(),
+            ids=ids_Tk.data_ptr(), pairs=pairs.data_ptr(), places=places.data_ptr(),
             experts=experts.data_ptr(), firsts=firsts.data_ptr(), counts=counts.data_ptr(),
             num_pairs=num_pairs, num_experts=num_experts, max_blocks=max_blocks, most=most,
         )  # fmt: skip
         self._call("m3_sort", byref(arguments))
-        return SortedPairs(pairs, experts, firsts, counts)
+        return SortedPairs(pairs, places, experts, firsts, counts)
 
     def lone(self, ids_1k: Tensor) -> SortedPairs:
         """The pairs of one token, whose experts are all different: each is a block by itself.
@@ -330,33 +335,35 @@ class ExpertLibrary:
         Args:
             ids_1k: int32 [1, k], contiguous, at most `ROUTE_CHOSEN`; negative ids are in no block.
         """
-        first, ones = self._first_numbers[: ids_1k.numel()], self._ones[: ids_1k.numel()]
-        return SortedPairs(first, ids_1k[0], first, ones)
+        chosen = ids_1k.numel()
+        first, counts = self._first_numbers[:chosen], self._ones[:chosen]
+        return SortedPairs(first, first[None], ids_1k[0], first, counts)
 
     def gather(
-        self, x: Tensor, pairs: Tensor | None, *, top_k: int, is_coded: bool, with_tokens: bool
+        self, x: Tensor, places: Tensor | None, *, is_coded: bool, with_tokens: bool
     ) -> Tensor:
         """bf16 [pairs (+ tokens), width]: the token of each pair, then each token once.
 
-        Tiles of the ring that follows are counted from their first on. Rows of negative pairs, that
-        no expert here has, are left as they are allocated.
+        Tiles of the ring that follows are counted from their first on. Rows of pairs that no expert
+        here has are left as they are allocated.
 
         Args:
             x: bf16 [tokens, width], rows on multiples of 16 bytes.
-            pairs: int32; None for no pairs.
+            places: int32 [tokens, k] of `SortedPairs`; None for no pairs.
             is_coded: columns in the order in which MXFP8 weights are decoded.
             with_tokens: whether tokens follow the pairs.
 
         Raises:
             LaunchError: the runtime refused it.
         """
-        num_pairs = 0 if pairs is None else pairs.numel()
-        rows = num_pairs + with_tokens * x.shape[0]
-        out = torch.empty(rows, x.shape[1], dtype=x.dtype, device=x.device)
+        tokens, width = x.shape
+        num_pairs, top_k = (0, 0) if places is None else (places.numel(), places.shape[-1])
+        out = torch.empty(num_pairs + with_tokens * tokens, width, dtype=x.dtype, device=x.device)
         arguments = GatherArgs(
-            x=x.data_ptr(), pairs=None if pairs is None else pairs.data_ptr(), out=out.data_ptr(),
-            next_tiles=self.next_tiles.data_ptr(), x_row=x.stride(0), num_pairs=num_pairs,
-            top_k=top_k, width=x.shape[1], is_coded=is_coded,
+            x=x.data_ptr(), places=None if places is None else places.data_ptr(),
+            out=out.data_ptr(), next_tiles=self.next_tiles.data_ptr(), x_row=x.stride(0),
+            num_pairs=num_pairs, top_k=top_k, width=width, is_coded=is_coded,
+            with_tokens=with_tokens,
         )  # fmt: skip
-        self._call("m3_gather", byref(arguments), rows)
+        self._call("m3_gather", byref(arguments), tokens)
         return out

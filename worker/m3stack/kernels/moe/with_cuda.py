@@ -190,7 +190,7 @@ class CudaExperts:
             )  # fmt: skip
             self._library.few(arguments, tokens, Mode.LINEAR)
             return out
-        ordered = self._library.gather(rows, None, top_k=1, is_coded=True, with_tokens=True)
+        ordered = self._library.gather(rows, None, is_coded=True, with_tokens=True)
         box = box_tokens(num_tokens, MANY_TOKENS)
         # a down product of the shared expert alone is a linear
         arguments = RingArgs(

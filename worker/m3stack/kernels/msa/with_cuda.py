@@ -23,13 +23,15 @@ from m3stack.kernels.msa.prefill.limits import (
     MAX_CHOSEN,
 )
 from m3stack.kernels.msa.prefill.widened_pages import block_attention_fp8, pays_to_widen
-from m3stack.kernels.msa.prefill.with_cuda import AttendPolicy, CudaPrefill
+from m3stack.kernels.msa.prefill.with_cuda import CudaPrefill
 from m3stack.kernels.shape import KernelShape
 
 # keys of a decode step from which reading half of their bytes pays for the second stage
 TWO_STAGE_TOKENS = 1 << 18
 # (row, group) pairs of a step up to which the kernel of decode is faster over e4m3 pages
 FEW_FP8_LINES = 256
+# rows of a chunk up to which a copy of its e4m3 pages costs more than to widen them as they load
+FEW_FP8_ROWS = 1024
 
 
 class Fp8Way(StrEnum):
@@ -46,7 +48,7 @@ def choose_fp8_way(num_tokens: int, pages: Fp8Pages, rows: PagedRows) -> Fp8Way:
     if num_tokens * groups <= FEW_FP8_LINES:
         return Fp8Way.DECODE
     # where few rows share a page, or a copy has no room, pages are widened as they are read
-    is_chunk = num_tokens >= AttendPolicy().min_key_major_rows
+    is_chunk = num_tokens > FEW_FP8_ROWS
     return Fp8Way.WIDENED if is_chunk and pays_to_widen(rows, page_tokens) else Fp8Way.UNIONS
 
 
