@@ -27,11 +27,13 @@ def test_the_report_holds_every_arm(
     monkeypatch.setattr(media, "PICTURES", (("small JPEG", 320, 200),))
     path = tmp_path / "media.json"
     assert media.main(["--only", "pictures", "--rounds", "1", "--json", str(path)]) == 0
-    pictures, seen, sent = json.loads(path.read_text())["rows"]
+    pictures, seen, sent, avif = json.loads(path.read_text())["rows"]
     for arm in ("ours", "bare_decode", "torch", "pillow", "transformers"):
         assert pictures[arm] >= pictures["best"][arm] >= 0
         assert pictures["wall"][arm] > 0
     assert {"ours", "ours_without_cache", "ours_without_picture"} < set(seen)
+    assert avif["name"] == "small AVIF"
+    assert {"ours", "torch", "pillow", "transformers"} < set(avif)
     assert sent["ours"] == 22 * 14 * 14 * 14 * 3
     assert "small JPEG" in capsys.readouterr().out
 

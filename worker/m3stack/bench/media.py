@@ -94,8 +94,8 @@ class MismatchError(Exception):
     """Two arms gave different bytes."""
 
 
-def photo(width: int, height: int) -> bytes:
-    """A JPEG of quality 85 with detail at every scale; the same on every machine."""
+def photo(width: int, height: int, file_format: str = "JPEG") -> bytes:
+    """A picture of quality 85 with detail at every scale; the same on every machine."""
     noise = np.random.default_rng(1)
     levels = np.full((height, width, 3), 128, np.float32)
     for step, amplitude in ((4, 6), (16, 18), (64, 40), (256, 90)):
@@ -106,7 +106,7 @@ def photo(width: int, height: int) -> bytes:
             smooth = plane.resize((width, height), Image.Resampling.BICUBIC)
             levels[..., channel] += amplitude * np.asarray(smooth)
     buffer = io.BytesIO()
-    Image.fromarray(levels.clip(0, 255).astype(np.uint8)).save(buffer, "JPEG", quality=85)
+    Image.fromarray(levels.clip(0, 255).astype(np.uint8)).save(buffer, file_format, quality=85)
     return buffer.getvalue()
 
 
@@ -218,6 +218,11 @@ def picture_rows(rounds: int) -> list[Row]:
         size = Row(f"{name}, patch bytes sent", unit="bytes")
         size.median = size.best = size.wall = {"ours": len(patches)}
         rows.append(size)
+    name, width, height = PICTURES[0]
+    arms = checked_picture(cold, photo(width, height, "AVIF"))
+    del arms["bare_decode"]  # of JPEG
+    # ours starts a child
+    rows.append(run_rounds(Row(name.replace("JPEG", "AVIF")), arms, rounds, SETTLE_S))
     return rows
 
 
