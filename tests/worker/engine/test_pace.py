@@ -6,11 +6,11 @@ import random
 from dataclasses import dataclass
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from m3stack.engine.budget import SchedulerLimits, split_budget
-from m3stack.engine.pace import PROBE_UP, Pace, PaceLimits
+from m3stack.engine.pace import MOST_GROWTH, PROBE_UP, Pace, PaceLimits
 from m3stack.engine.plan import Row, StepPlan
 from m3stack.engine.sequence import Sequence
 from m3stack.gpu_steps import GPU_SLOWDOWN
@@ -103,7 +103,7 @@ def test_steps_of_no_duration_and_prompts_that_cost_nothing_are_survived() -> No
         pace.saw(plan(8), 0.01)
         pace.saw(plan(8, 300), 0.0)
         pace.saw(plan(8, 300), 0.005)
-    assert pace.prompt_tokens(8) == 1200, "four times what was seen"
+    assert pace.prompt_tokens(8) == MOST_GROWTH * 300, "a multiple of what was seen"
 
 
 def test_a_paced_step_still_gives_everyone_the_next_token() -> None:
@@ -175,6 +175,13 @@ class Gpu:
     ),
     seed=st.integers(0, 1 << 20),
     is_ahead=st.booleans(),
+)
+@example(
+    # a quarter too long by a line through three small steps
+    gpu=Gpu(plain_ms=6.0, fixed_ms=1.5, token_us=10.0, dearer=1.0, noise=0.01953125),
+    prompts=[(218_135, 2000)],
+    seed=0,
+    is_ahead=True,
 )
 @settings(max_examples=40, deadline=None)
 def test_no_step_is_planned_far_beyond_its_bound_unless_the_prompt_needs_it(

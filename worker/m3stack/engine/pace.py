@@ -27,7 +27,7 @@ PROBE_UP = 1.5
 """Or that many times the floor, where steps are at it and no slope is known."""
 APART = 0.8
 """Steps of less than that share of the usual tokens say what the slope is."""
-MOST_GROWTH = 4
+MOST_GROWTH = 2
 """A step holds no more than so many times the tokens of the largest one that was seen."""
 
 
