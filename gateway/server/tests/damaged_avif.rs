@@ -3,7 +3,8 @@
 //! behind. `PICTURE_MUTATIONS=1000` takes that many of each file instead of one. (Pictures of other
 //! formats: the tests of `gateway-media`.)
 
-#![allow(clippy::unwrap_used)]
+// a run by hand is read as it goes
+#![allow(clippy::print_stdout, clippy::unwrap_used)]
 
 mod damage;
 mod support;
