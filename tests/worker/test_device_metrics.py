@@ -34,6 +34,8 @@ def test_numbers_are_read_when_somebody_asks_and_absent_ones_are_left_out() -> N
             recorded_bytes=1 << 20,
             chosen_blocks=90,
             loaded_blocks=60,
+            ranked_blocks=4000,
+            rescored_blocks=20,
         )
 
     metrics.watch_device(read)
@@ -44,6 +46,8 @@ def test_numbers_are_read_when_somebody_asks_and_absent_ones_are_left_out() -> N
     assert page["m3stack_worker_recorded_step_bytes"] == 1 << 20
     assert page["m3stack_worker_step_recordings_total"] == 3
     assert page["m3stack_worker_prefill_union_overlap"] == 1.5
+    assert page["m3stack_worker_two_stage_ranked_blocks_total"] == 4000
+    assert page["m3stack_worker_two_stage_rescored_blocks_total"] == 20
     assert not any("tier" in name for name in page)
 
 

@@ -21,6 +21,8 @@ class DeviceCounts:
             asked for, and those of them that had to come from there.
         chosen_blocks, loaded_blocks: in prompts, blocks that tiles of rows chose, a row; and blocks
             loaded for a tile, each once however many of its rows chose it.
+        ranked_blocks, rescored_blocks: in long decode steps, blocks that the 1-byte index keys
+            ranked, a row and group; and those of them whose bf16 keys had to be read.
     """
 
     recorded_steps: int | None = None
@@ -30,6 +32,8 @@ class DeviceCounts:
     fetched_parts: int | None = None
     chosen_blocks: int | None = None
     loaded_blocks: int | None = None
+    ranked_blocks: int | None = None
+    rescored_blocks: int | None = None
 
     @property
     def hit_parts(self) -> int | None:
@@ -94,6 +98,16 @@ class DeviceNumbers(Collector):
             "prefill_union_overlap",
             "Rows of a prompt that a loaded block served on average: chosen over loaded blocks.",
             counts.union_overlap,
+        )
+        yield _counter(
+            "two_stage_ranked_blocks",
+            "Blocks that 1-byte index keys ranked in long decode steps.",
+            counts.ranked_blocks,
+        )
+        yield _counter(
+            "two_stage_rescored_blocks",
+            "Blocks of those whose bf16 index keys had to be read as well.",
+            counts.rescored_blocks,
         )
 
 

@@ -27,7 +27,7 @@ from m3stack.pools import context_limit, free_bytes, page_shape
 from m3stack.step_limits import graph_bytes
 
 if TYPE_CHECKING:
-    from m3stack.kernels.msa.prefill.with_cuda import CudaPrefill
+    from m3stack.kernels.msa.with_cuda import CudaMsa
 
 _log = logging.getLogger(__name__)
 
@@ -47,17 +47,19 @@ def device_counts(model: M3Model, pool: KvPool, forward: Forward) -> Callable[[]
     """Reads what is counted where steps run; a call waits for the device where there is one."""
     graphs = forward if isinstance(forward, DecodeGraphs) else None
     tiers = [layer.tier for layer in pool.layers if isinstance(layer, TieredPages) and layer.tier]
-    prefill = _counting_prefill(model) if model.embedding.device.type == "cuda" else None
+    msa = _counting_msa(model) if model.embedding.device.type == "cuda" else None
     # steps that no request had have been counted by now
-    before = prefill.overlap() if prefill is not None else None
+    before = (msa.prefill.overlap(), msa.rescored()) if msa is not None else None
 
     def read() -> DeviceCounts:
         parts = [tier.counts() for tier in tiers]
-        chosen = loaded = None
-        if prefill is not None and before is not None:
-            now = prefill.overlap()
-            chosen = now.chosen_blocks - before.chosen_blocks
-            loaded = now.union_blocks - before.union_blocks
+        chosen = loaded = ranked = rescored = None
+        if msa is not None and before is not None:
+            overlap, stages = msa.prefill.overlap(), msa.rescored()
+            chosen = overlap.chosen_blocks - before[0].chosen_blocks
+            loaded = overlap.union_blocks - before[0].union_blocks
+            ranked = stages.ranked - before[1].ranked
+            rescored = stages.blocks - before[1].blocks
         return DeviceCounts(
             recorded_steps=None if graphs is None else graphs.num_replays,
             recordings=None if graphs is None else graphs.num_recordings,
@@ -66,19 +68,21 @@ def device_counts(model: M3Model, pool: KvPool, forward: Forward) -> Callable[[]
             fetched_parts=sum(fetched for _, fetched in parts) if parts else None,
             chosen_blocks=chosen,
             loaded_blocks=loaded,
+            ranked_blocks=ranked,
+            rescored_blocks=rescored,
         )
 
     return read
 
 
-def _counting_prefill(model: M3Model) -> CudaPrefill | None:
+def _counting_msa(model: M3Model) -> CudaMsa | None:
     """The attention that counts what its runs share, if the model's is one."""
     # needs Triton and a second to import: only for GPUs
     from m3stack.kernels.msa.with_cuda import CudaMsa
 
     # operations are methods of whoever counts
     msa = getattr(model.kernels.choose_blocks, "__self__", None)
-    return msa.prefill if isinstance(msa, CudaMsa) else None
+    return msa if isinstance(msa, CudaMsa) else None
 
 
 def bytes_of_steps(
