@@ -171,7 +171,7 @@ class Pace:
         fair = share / (1 - share) * base_s / cost.slope_s
         worth = limits.worth * cost.fixed_s / cost.slope_s
         tokens = min(max(within, fair, worth), MOST_GROWTH * seen.most_tokens)
-        known = seen.usual_tokens
+        known = seen.most_tokens
         if tokens > known:
             # beyond what was seen a token may cost all that one did there: no line is as dear
             tokens = known + (tokens - known) * cost.slope_s / cost.most_s
