@@ -121,3 +121,35 @@ def test_units_start_what_there_is_and_give_it_time_to_drain(unit: Path) -> None
     for claim in ("NoNewPrivileges", "ProtectHome", "PrivateTmp", "RestrictSUIDSGID"):
         assert service[claim] == "yes"
     assert service["User"] == "m3stack"
+
+
+def test_the_small_ffmpeg_has_what_the_gateway_asks_of_it() -> None:
+    """Its demuxers and filters are those that the gateway names; what needs a library has it."""
+    script = (DEPLOY / "images" / "ffmpeg.sh").read_text()
+
+    def enabled(kind: str) -> set[str]:
+        return {
+            name
+            for part in re.findall(rf"--enable-{kind}=(\S+)", script)
+            for name in part.split(",")
+        }
+
+    source = ROOT / "gateway" / "server" / "src" / "media" / "ffmpeg"
+    (formats,) = re.findall(r'const FORMATS: &str = "(.+?)"', (source / "mod.rs").read_text())
+    # a group of readers for MPEG's own containers
+    wanted = set(formats.split(",")) - {"mpeg"} | {"mpegps", "ivf"}
+    assert wanted <= enabled("demuxer")
+
+    words = (
+        (source / "colours.rs").read_text().partition("fn filters(")[2].partition("#[cfg(test")[0]
+    )
+    words = re.sub(r"\\\n\s*", "", words)
+    texts = re.findall(r'"([^"]*)"', words)
+    filters = {name for text in texts for name in re.findall(r"(?:^|,)(\w+)=", text)}
+    assert {"scale", "zscale", "tonemap", "premultiply", "lutrgb"} <= filters
+    assert filters | {"select", "transpose", "hflip", "vflip"} <= enabled("filter")
+    # decoders and filters without their library are left out without an error
+    assert {"png", "apng", "libdav1d"} <= enabled("decoder")
+    assert all(f"--enable-{library}" in script for library in ("zlib", "libzimg", "libdav1d"))
+    dockerfile = (DEPLOY / "Dockerfile.gateway").read_text()
+    assert all(name in dockerfile for name in ("zlib1g-dev", "libzimg-dev", "libdav1d-dev"))
