@@ -81,7 +81,7 @@ class _Seen:
     apart_in_a_row: int = 0
 
     def add(self, step: _Mixed) -> None:
-        is_apart = self.usual and step.prompt_tokens < APART * self.usual_tokens
+        is_apart = self.usual and step.prompt_tokens < APART * self._usual_tokens()
         if is_apart and len(self.apart) < len(self.usual):
             self.apart.append(step)
             self.apart_in_a_row += 1
@@ -97,7 +97,7 @@ class _Seen:
         self.usual.append(step)
         if len(self.usual) > WINDOW:
             oldest = self.usual.popleft()
-            if oldest.prompt_tokens < APART * self.usual_tokens:
+            if oldest.prompt_tokens < APART * self._usual_tokens():
                 self.apart.append(oldest)
 
     @property
@@ -105,19 +105,16 @@ class _Seen:
         """Of any of them."""
         return max(step.prompt_tokens for step in (*self.usual, *self.apart))
 
-    @property
-    def usual_tokens(self) -> float:
-        """Half of the usual ones hold more."""
+    def _usual_tokens(self) -> float:
         return median(step.prompt_tokens for step in self.usual)
 
 
 @dataclass(frozen=True, slots=True)
 class _Cost:
-    """What prompts add to a step: `fixed_s`, and `slope_s` for every token; never over `most_s`."""
+    """What prompts add to a step: `fixed_s`, and `slope_s` for every token."""
 
     fixed_s: float
     slope_s: float
-    most_s: float
 
 
 class Pace:
@@ -171,10 +168,6 @@ class Pace:
         fair = share / (1 - share) * base_s / cost.slope_s
         worth = limits.worth * cost.fixed_s / cost.slope_s
         tokens = min(max(within, fair, worth), MOST_GROWTH * seen.most_tokens)
-        known = seen.most_tokens
-        if tokens > known:
-            # beyond what was seen a token may cost all that one did there: no line is as dear
-            tokens = known + (tokens - known) * cost.slope_s / cost.most_s
         if length > nearest:
             # a prefix twice as long makes tokens twice as dear at most
             tokens /= 2 ** (length - nearest)
@@ -209,8 +202,7 @@ class Pace:
             seen.slope = median(slopes)
         slope = most if seen.slope is None else seen.slope
         slope = min(most, max(slope, most / 10))
-        fixed = max(0.0, median(added_s - slope * n for n, added_s in usual))
-        return _Cost(fixed, slope, most)
+        return _Cost(max(0.0, median(added_s - slope * n for n, added_s in usual)), slope)
 
     def _added(self, step: _Mixed) -> float:
         """What a step took beyond one without prompts."""
