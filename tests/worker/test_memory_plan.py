@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from m3stack.cache.pool import PageShape
+from m3stack.config import WorkerConfig
 from m3stack.errors import StartupError
 from m3stack.kernels.reference_table import reference_kernels
 from m3stack.layers import Place
@@ -94,7 +95,7 @@ def test_a_published_pool_size_follows_from_its_free_memory() -> None:
     # 65 GB left a GPU on eight: about 1.43 and 2.87 million tokens; the published 2.17 counts keys
     # and values of the three dense layers in fp8 as well, which stay in bf16 here
     for kv, millions in (("bf16", 1.43), ("fp8", 2.12), ("fp8-all", 2.87)):
-        got = plan(kv_format=kv)
+        got = dataclasses.replace(plan(kv_format=kv), cache_share=1.0)
         freed = dataclasses.replace(got, gpu_bytes=got.gpu_bytes - got.cache_bytes + 65 * 10**9)
         assert freed.cache_tokens / 1e6 == pytest.approx(millions, abs=0.01)
 
@@ -131,6 +132,9 @@ def test_what_is_kept_from_pages_is_what_a_worker_keeps() -> None:
     each_token = 4 * 6144 * 2 + 3 * 8 * 128 * 2 + 4 * (3 * 3072 // 8 * 2 + 6144 * 4)
     assert work["activations"] == 16_384 * each_token
     assert work["recorded steps"] == GPU_GRAPH_BYTES
+    left = plan().gpu_bytes - plan().weight_bytes - sum(work.values())
+    assert plan().cache_bytes == int(left * WorkerConfig().kv_memory_fraction)
+    assert plan().cache_bytes + plan().spare_bytes == left
 
 
 def test_a_million_tokens_fit_on_eight_h200_and_not_on_eight_h100() -> None:
@@ -167,10 +171,10 @@ def test_the_table_says_what_does_not_fit_and_what_would() -> None:
     assert "MiniMax-M3 on 8 GPUs of 139.8 GiB, per GPU:" in good
     assert "weights                 53.32 GiB  mxfp8, 1.67 GiB of them on every GPU" in good
     assert "45.3 kB a token" in good
-    assert "fits: up to 14 requests of 131072 tokens, or 8 of " in good
+    assert "fits: up to 12 requests of 131072 tokens, or 8 of " in good
     bad = plan(gpu_bytes=H100)
     shown = table(bad)
-    assert "does not fit: 27.02 GiB short on every GPU" in shown
+    assert "does not fit: 28.74 GiB short on every GPU" in shown
     assert f"with this context: {bad.largest_concurrency} requests at once" in shown
     assert f"with this concurrency: {bad.largest_context_tokens} tokens each" in shown
     hopeless = plan(gpus=1)

@@ -63,6 +63,7 @@ class MemoryPlan:
         kv_bytes_per_token: keys, values and index keys of all layers.
         shard_index_keys: each GPU holds the index keys of its share of the pages only.
         work_bytes: beside weights and cache, by name; estimates.
+        cache_share: of what these leave, what pages may take (`kv_memory_fraction`).
         page_tokens: the cache is given out in pages of this many.
         max_context_tokens: that the model supports.
     """
@@ -77,13 +78,23 @@ class MemoryPlan:
     replicated_bytes: int
     kv_bytes_per_token: int
     work_bytes: tuple[tuple[str, int], ...]
+    cache_share: float
     page_tokens: int
     max_context_tokens: int
     shard_index_keys: bool
 
     @property
     def cache_bytes(self) -> int:
-        """Left for the cache; negative where weights and work alone do not fit."""
+        """That pages may take; negative where weights and work alone do not fit."""
+        return self._left_bytes - self.spare_bytes
+
+    @property
+    def spare_bytes(self) -> int:
+        """That neither weights nor work need and pages do not take."""
+        return max(0, self._left_bytes - int(self._left_bytes * self.cache_share))
+
+    @property
+    def _left_bytes(self) -> int:
         return self.gpu_bytes - self.weight_bytes - sum(size for _, size in self.work_bytes)
 
     @property
@@ -164,6 +175,7 @@ def plan_memory(
         replicated_bytes=held - whole // gpus,
         kv_bytes_per_token=kv_bytes_per_token(config, kv, gpus, shard_index_keys=shard_index_keys),
         work_bytes=tuple(_work(config, gpus, concurrency)),
+        cache_share=WorkerConfig().kv_memory_fraction,
         page_tokens=config.block_tokens,
         max_context_tokens=config.max_position_embeddings,
         shard_index_keys=shard_index_keys,
@@ -219,6 +231,7 @@ def table(plan: MemoryPlan) -> str:
         ("weights", plan.weight_bytes, f"{plan.weight_format.value}, "
          f"{plan.replicated_bytes / GIB:.2f} GiB of them on every GPU"),
         *((name, size, "estimate") for name, size in plan.work_bytes),
+        ("left free", plan.spare_bytes, f"kv_memory_fraction is {plan.cache_share:g}"),
         ("cache, needed", plan.needed_bytes,
          f"{plan.concurrency} x {plan.context_tokens} tokens, {plan.kv_format.value}, "
          f"{plan.kv_bytes_per_token / 1000:.1f} kB a token"
