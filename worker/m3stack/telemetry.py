@@ -45,6 +45,8 @@ _STEP_TOKEN_BUCKETS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 
 _PROMPT_TOKEN_BUCKETS = tuple(1 << power for power in range(6, 21))
 _VISION_PATCH_BUCKETS = (64, 256, 1024, 2048, 4096, 8192, 16384, 32768, 65536, 131072)
 
+TRANSFER_OUTCOMES = ("whole", "partial", "failed", "corrupt")
+TRANSFER_KINDS = ("pages", "features")
 OUTCOMES = (
     *(reason.name.lower() for reason in FinishReason),
     *(kind.name.lower() for kind in ErrorKind),
@@ -71,12 +73,14 @@ class WorkerMetrics:
             registry=reg,
         )
         self._ended = {outcome: ended.labels(outcome) for outcome in OUTCOMES}
-        self._refused = Counter(
+        refused = Counter(
             "m3stack_worker_refused_requests",
             "Requests refused before they reached the engine, by error kind.",
             ["kind"],
             registry=reg,
         )
+        # what has not happened is told as 0: a rate does not see a series begin
+        self._refused = {kind: refused.labels(kind.name.lower()) for kind in ErrorKind}
         self._prompt_tokens = Counter(
             "m3stack_worker_prompt_tokens", "Prompt tokens of started requests.", registry=reg
         )
@@ -118,27 +122,29 @@ class WorkerMetrics:
 
     def _define_transfers(self) -> None:
         reg = self.registry
-        self._transfers = Counter(
+        transfers = Counter(
             "m3stack_worker_transfers",
             "Transfers from other workers, by outcome: whole, partial, failed, or corrupt (damaged "
             "on the way).",
             ["outcome"],
             registry=reg,
         )
-        self._transferred_bytes = Counter(
+        self._transfers = {each: transfers.labels(each) for each in TRANSFER_OUTCOMES}
+        taken_in = Counter(
             "m3stack_worker_transferred_bytes",
             "Bytes of pages and features taken in from other workers.",
             ["kind"],
             registry=reg,
         )
+        self._transferred_bytes = {kind: taken_in.labels(kind) for kind in TRANSFER_KINDS}
 
     def transferred(self, kind: str, num_bytes: int) -> None:
-        """Pages or features have come from another worker."""
-        self._transferred_bytes.labels(kind).inc(num_bytes)
+        """Bytes of one of `TRANSFER_KINDS` have come from another worker."""
+        self._transferred_bytes[kind].inc(num_bytes)
 
     def transfer_ended(self, outcome: str) -> None:
-        """Everything that could be had of another worker is here."""
-        self._transfers.labels(outcome).inc()
+        """Everything that could be had of another worker is here: one of `TRANSFER_OUTCOMES`."""
+        self._transfers[outcome].inc()
 
     def _define_latencies(self) -> None:
         reg = self.registry
@@ -286,7 +292,7 @@ class WorkerMetrics:
         self._ended[outcome].inc()
 
     def request_refused(self, kind: ErrorKind) -> None:
-        self._refused.labels(kind.name.lower()).inc()
+        self._refused[kind].inc()
 
     def token_made(self, seconds: float, *, is_first: bool) -> None:
         """`seconds` since the last token, or since acceptance for the first."""
