@@ -23,7 +23,8 @@ from tests.e2e.test_pages import (
 )
 
 CORE = Path(__file__).parents[2] / "gateway/core/src"
-HEAD = re.compile(r'\.(?:get|string|boolean|object|array|real|positive|integer|count)\(\s*"(\w+)"')
+KINDS = "get|string|boolean|object|array|real|double|whole|positive|integer|count"
+HEAD = re.compile(rf'\.(?:{KINDS})\(\s*"(\w+)"')
 # sources that read members of requests, and the schemas that they read
 READERS = {
     ("conversation/messages.rs", "conversation/media.rs"): ("ChatMessage",),
