@@ -192,8 +192,8 @@ def media() -> None:
     for path in sorted((DATA / "avif").glob("*.avif")):
         keep("avif", path.read_bytes())
         keep("pictures", path.read_bytes())
-    urls = json.loads((DATA / "media" / "data_urls.json").read_text())
-    for text in strings(urls):
+    sets = [DATA / folder / "data_urls.json" for folder in ("media", "media_own")]
+    for text in strings([json.loads(path.read_text()) for path in sets]):
         if text.startswith("data:"):
             keep("data_url", text.encode())
     program = shutil.which("ffmpeg")

@@ -45,8 +45,10 @@ fuzz_target!(|bytes: &[u8]| {
         match data_url::decode(&url, MAX_BYTES) {
             Ok(found) => {
                 assert!(!found.is_empty() && found.len() as u64 <= MAX_BYTES);
-                let payload = url.split_once(',').map_or("", |(_, payload)| payload);
-                if let Ok(strict) = STANDARD.decode(payload) {
+                assert!(found.len() as u64 <= data_url::most_bytes(&url));
+                let (head, payload) = url.split_once(',').unwrap_or_default();
+                let is_base64 = head.to_ascii_lowercase().ends_with(";base64");
+                if let Some(strict) = STANDARD.decode(payload).ok().filter(|_| is_base64) {
                     assert_eq!(found, strict);
                 }
             }

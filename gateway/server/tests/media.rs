@@ -161,28 +161,6 @@ fn check_clip(name: &str, expect: &Value, item: &proto::MediaItem) {
 }
 
 #[tokio::test]
-async fn every_data_url_of_the_set_gives_what_is_expected() {
-    let (worker, gateway) = setup(&[]).await;
-    let cases: Value = serde_json::from_slice(&file("data_urls.json")).unwrap();
-    for case in cases.as_array().unwrap() {
-        let name = &case["name"];
-        let reply = ask(&gateway, &[picture(case["url"].as_str().unwrap())]).await;
-        match case["expect"].as_str().unwrap() {
-            "ok" => assert_eq!(reply.status, 200, "{name}: {}", reply.text),
-            "error_400" => assert_eq!(reply.status, 400, "{name}: {}", reply.text),
-            _ => assert!(matches!(reply.status, 200 | 400), "{name}: {}", reply.text),
-        }
-        if reply.status == 200 {
-            let seen = worker.seen().pop().unwrap();
-            let grid = seen.header.media[0].grid.unwrap();
-            assert_eq!((grid.w * 14, grid.h * 14), (112, 84), "{name}");
-        } else {
-            reply.error();
-        }
-    }
-}
-
-#[tokio::test]
 async fn hashes_tell_apart_what_looks_alike_and_join_what_is_the_same() {
     let (worker, gateway) = setup(&[]).await;
     let names = [

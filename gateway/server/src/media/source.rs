@@ -110,7 +110,7 @@ impl MediaLoader {
         let begin = Instant::now();
         let mut lease = ByteLease::default();
         let (data, sha256, len) = if data_url::is_data_url(&item.url) {
-            let length = (item.url.len() as u64 / 4 * 3).min(self.max_bytes);
+            let length = data_url::most_bytes(&item.url).min(self.max_bytes);
             admission.grow(&mut lease, length)?;
             self.data_url(item, share).await?
         } else {
