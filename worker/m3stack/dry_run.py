@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from itertools import accumulate
 
 import torch
 
@@ -20,28 +21,41 @@ STAND_IN_PAGES = 8
 def largest_step(
     model: M3Model, *, num_tokens: int, context_tokens: int, num_pages: int
 ) -> DeviceBatch:
-    """A prompt's step of `num_tokens` at the end of a context, over far too few pages.
+    """A step of `num_tokens` of prompts at the end of a context, over far too few pages.
 
-    Every page number of the context is one of the `num_pages`; what the step computes is noise.
+    One prompt's where a context holds as many; else whole prompts, of a context each but the last,
+    all of which choose a token. Every page number is one of the `num_pages`; what the step computes
+    is noise.
     """
     device, page_tokens = model.embedding.device, model.config.block_tokens
-    assert num_tokens <= context_tokens
-    width = -(-context_tokens // page_tokens)
-    positions_T = torch.arange(context_tokens - num_tokens, context_tokens, device=device)
-    table_SJ = (torch.arange(width, device=device) % num_pages).to(torch.int32)[None]
-    pages_T = table_SJ[0, positions_T // page_tokens].to(torch.int64)
+    assert num_tokens > 0
+    assert context_tokens > 0
+    whole, rest = divmod(num_tokens, context_tokens)
+    counts = [context_tokens] * whole + [rest] * (rest > 0)
+    # a prompt alone has all of the context before it, one behind others nothing
+    lengths = [context_tokens] if len(counts) == 1 else counts
+    width = -(-max(lengths) // page_tokens)
+    positions_T = torch.cat(
+        [
+            torch.arange(length - count, length, device=device)
+            for count, length in zip(counts, lengths, strict=True)
+        ]
+    )
+    table_J = (torch.arange(width, device=device) % num_pages).to(torch.int32)
+    pages_T = table_J[positions_T // page_tokens].to(torch.int64)
+    starts_S1 = torch.tensor([0, *accumulate(counts)], dtype=torch.int32)
     return DeviceBatch(
         token_ids_T=torch.zeros(num_tokens, dtype=torch.int64, device=device),
         positions_T=positions_T,
         slots_T=pages_T * page_tokens + positions_T % page_tokens,
         rows=PagedRows(
-            query_start_S1=torch.tensor([0, num_tokens], dtype=torch.int32, device=device),
-            seq_lens_S=torch.tensor([context_tokens], dtype=torch.int32, device=device),
-            page_table_SJ=table_SJ,
-            max_query_len=num_tokens,
-            max_seq_len=context_tokens,
+            query_start_S1=starts_S1.to(device),
+            seq_lens_S=torch.tensor(lengths, dtype=torch.int32, device=device),
+            page_table_SJ=table_J.repeat(len(counts), 1),
+            max_query_len=max(counts),
+            max_seq_len=max(lengths),
         ),
-        sample_rows_S=torch.tensor([num_tokens - 1], device=device),
+        sample_rows_S=starts_S1[1:].to(device, torch.int64) - 1,
         media=(),
     )
 

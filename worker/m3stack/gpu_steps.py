@@ -100,7 +100,7 @@ def bytes_of_steps(
     if device.type != "cuda" or config.num_pages:
         return 0
     context = context_limit(config, model.config)
-    num_tokens = min(limits.most_tokens_within(context), context)
+    num_tokens = limits.largest_step_tokens(context)
     shape = page_shape(config, model.config, Hardware(device, model.embedding.dtype), mesh.rank)
     try:
         step = run_largest_step(
@@ -112,7 +112,7 @@ def bytes_of_steps(
         )
     except torch.OutOfMemoryError as error:
         raise StartupError(
-            f"a step of {num_tokens} tokens at the end of {context} does not fit beside the "
+            f"a step of {num_tokens} tokens in contexts of {context} does not fit beside the "
             f"weights: {error}; lower max_batch_tokens or max_context_tokens"
         ) from error
     recorded = graph_bytes(config, device.type)

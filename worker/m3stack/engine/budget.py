@@ -53,6 +53,10 @@ class SchedulerLimits:
         """Of any step while no sequence is longer than a context."""
         return self.step_tokens(num_decoding=0, prefix_tokens=context_tokens - 1)
 
+    def largest_step_tokens(self, context_tokens: int) -> int:
+        """Of a step whose sequences are each no longer than a context, however many they are."""
+        return min(self.most_tokens_within(context_tokens), self.max_sequences * context_tokens)
+
     def step_tokens(self, *, num_decoding: int, prefix_tokens: int) -> int:
         """Most tokens of a step.
 
