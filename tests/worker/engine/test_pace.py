@@ -10,7 +10,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from m3stack.engine.budget import SchedulerLimits, split_budget
-from m3stack.engine.pace import MOST_GROWTH, PROBE_UP, Pace, PaceLimits
+from m3stack.engine.pace import MOST_GROWTH, PREFIX_TOKENS, PROBE_UP, Pace, PaceLimits
 from m3stack.engine.plan import Row, StepPlan
 from m3stack.engine.sequence import Sequence
 from m3stack.gpu_steps import GPU_SLOWDOWN
@@ -18,6 +18,9 @@ from m3stack.types import Request
 from tests.worker.engine.history_model import sampling
 
 LIMITS = PaceLimits(slowdown=2.0, prompt_share=0.45, min_tokens=64)
+# how far a step may go beyond its bound where steps have no noise; among 2,100 devices and prompts
+# drawn at random, ends of the ranges preferred, the most was 1.24
+TOLERANCE = 1.4
 
 
 def plan(num_decoding: int, prompt_tokens: int = 0, prefix_tokens: int = 0) -> StepPlan:
@@ -152,7 +155,12 @@ class Gpu:
         return self.token_us / 1000 * (1 + self.dearer * prefix_tokens / (1 << 20))
 
     def most_ms(self, prefix_tokens: int, limits: PaceLimits, slowdown: float) -> float:
-        """Of a step that keeps to the slowdown, or gives the prompt its due and no more."""
+        """Of a step that keeps to the slowdown, or gives the prompt its due and no more.
+
+        Behind the longest of the prefixes that are learnt from together: there, a prompt's due is
+        the most.
+        """
+        prefix_tokens = min(PREFIX_TOKENS << (prefix_tokens // PREFIX_TOKENS).bit_length(), 1 << 20)
         share = self.base_ms(prefix_tokens) / (1 - limits.prompt_share)
         least = self.mean_ms(int(PROBE_UP * limits.min_tokens), prefix_tokens)
         worth = self.base_ms(prefix_tokens) + limits.worth * (
@@ -183,6 +191,40 @@ class Gpu:
     seed=0,
     is_ahead=True,
 )
+@example(
+    # behind a short prefix a prompt's due is less than behind a longer one, which was seen before
+    gpu=Gpu(plain_ms=6, fixed_ms=3, token_us=20, dearer=0, noise=0),
+    prompts=[(41_113, 2000), (0, 4000)],
+    seed=0,
+    is_ahead=False,
+)
+@example(
+    # the same, and nothing was seen behind prefixes of about its length
+    gpu=Gpu(plain_ms=6, fixed_ms=1.8, token_us=4, dearer=0.35, noise=0),
+    prompts=[(678_413, 8468), (187_582, 5931)],
+    seed=0,
+    is_ahead=False,
+)
+@example(
+    # steps behind both ends of what is learnt from together: the line through them is the flattest
+    gpu=Gpu(plain_ms=6, fixed_ms=3, token_us=20, dearer=0.7021093419436442, noise=0),
+    prompts=[(111_216, 44_929), (11_023, 7477)],
+    seed=0,
+    is_ahead=True,
+)
+@example(
+    gpu=Gpu(19.532965976607304, 1.5639304101978808, 14.296952197693187, 0.48935061082033504, 0),
+    prompts=[(864_139, 49_424), (621_061, 33_747)],
+    seed=0,
+    is_ahead=True,
+)
+@example(
+    # the most of 2,100: a few small steps behind the far end, and the rest behind the near one
+    gpu=Gpu(18.055298524288055, 2.8951532507957465, 19.16753722478944, 0.8527030952237202, 0),
+    prompts=[(105_685, 5535), (0, 54_394), (471_552, 2000), (225_711, 50_447)],
+    seed=61_558,
+    is_ahead=True,
+)
 @settings(max_examples=40, deadline=None)
 def test_no_step_is_planned_far_beyond_its_bound_unless_the_prompt_needs_it(
     gpu: Gpu, prompts: list[tuple[int, int]], seed: int, is_ahead: bool
@@ -202,8 +244,10 @@ def test_no_step_is_planned_far_beyond_its_bound_unless_the_prompt_needs_it(
             assert most is not None
             tokens = min(most, 1984, end - prefix)
             mean_ms = gpu.mean_ms(tokens, prefix)
-            # what is learnt is as wrong as steps are noisy
-            assert mean_ms <= gpu.most_ms(prefix, limits, GPU_SLOWDOWN) * (1.1 + 5 * gpu.noise)
+            # what is learnt is as wrong as steps are noisy, and as prefixes are unlike that are
+            # learnt from together
+            most_ms = gpu.most_ms(prefix, limits, GPU_SLOWDOWN)
+            assert mean_ms <= most_ms * (TOLERANCE + 5 * gpu.noise)
             under_way.append((plan(64, tokens, prefix), seconds(mean_ms)))
             prefix += tokens
             # planned ahead, a step is decided on before the one under way has ended
@@ -246,6 +290,23 @@ def test_a_prompt_behind_a_longer_prefix_begins_with_care() -> None:
     far = pace.prompt_tokens(64, prefix_tokens=900_000)
     assert far is not None
     assert far < near / 2
+
+
+def test_a_prompt_behind_a_shorter_prefix_begins_with_care() -> None:
+    # behind a long prefix a prompt adds 8 ms by being there, and its tokens are worth twice that
+    pace, machine = Pace(LIMITS), Machine(4, 8, 10)
+    for _ in range(12):
+        pace.saw(plan(64), machine.seconds(0))
+    for _ in range(40):
+        tokens = pace.prompt_tokens(64, prefix_tokens=900_000)
+        assert tokens is not None
+        pace.saw(plan(64, tokens, 900_000), machine.seconds(tokens))
+    far = pace.prompt_tokens(64, prefix_tokens=900_000)
+    near = pace.prompt_tokens(64, prefix_tokens=0)
+    assert far is not None
+    assert near is not None
+    # behind a short one it may add next to nothing: then they are worth much less
+    assert near <= max(LIMITS.min_tokens, far / 8)
 
 
 def test_tokens_that_get_dear_and_cheap_again_are_learnt_both_times() -> None:

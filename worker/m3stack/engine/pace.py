@@ -168,9 +168,9 @@ class Pace:
         fair = share / (1 - share) * base_s / cost.slope_s
         worth = limits.worth * cost.fixed_s / cost.slope_s
         tokens = min(max(within, fair, worth), MOST_GROWTH * seen.most_tokens)
-        if length > nearest:
-            # a prefix twice as long makes tokens twice as dear at most
-            tokens /= 2 ** (length - nearest)
+        # a prefix twice as long makes tokens twice as dear at most; behind a shorter one a prompt
+        # that is there at all may cost less, and then its tokens are worth less
+        tokens /= 2 ** abs(length - nearest)
         self._num_asked += 1
         if self._num_asked % (PROBE_STEPS if seen.slope else FIRST_PROBE_STEPS) == 0:
             # at the floor there is but one way to go
