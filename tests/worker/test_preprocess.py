@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import io
+import threading
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -62,6 +64,65 @@ def test_a_refused_picture_is_an_error_at_its_place(ours: preprocess.Preprocesso
     with pytest.raises(WorkerError, match="not one of") as refused:
         next(batch)
     assert refused.value.kind is ErrorKind.INVALID_REQUEST
+    assert next(batch).grid == (1, 4, 4)
+    assert next(batch, None) is None
+    assert next(batch, None) is None
+
+
+def test_many_clips_come_in_their_order_with_their_controls(ours: preprocess.Preprocessor) -> None:
+    names = ("vid_cfr_h264.mp4", "vid_two_frames.mp4", "vid_vp8.webm", "vid_rot90.mp4")
+    files = [(MEDIA / name).read_bytes() for name in names]
+    made = list(ours.videos(iter(files), threads=3, fps=2.0))
+    alone = [ours.video(file, fps=2.0) for file in files]
+    assert len({rows.rows.tobytes() for rows in alone}) == len(files)
+    for one, other in zip(made, alone, strict=True):
+        assert (one.grid, one.frames, one.times_s) == (other.grid, other.frames, other.times_s)
+        np.testing.assert_array_equal(one.rows, other.rows)
+    assert made[0].rows.shape == (int(np.prod(made[0].grid)), 3, 2, 14, 14)
+    assert made[0].frames != ours.video(files[0], fps=0.5).frames
+
+
+def test_a_refused_clip_is_an_error_at_its_place_and_the_others_come(
+    ours: preprocess.Preprocessor,
+) -> None:
+    good = (MEDIA / "vid_two_frames.mp4").read_bytes()
+    batch = ours.videos([good, b"no clip", good, good[:100], good], threads=2)
+    expected = ours.video(good).rows
+    for is_good in (True, False, True, False, True):
+        if is_good:
+            np.testing.assert_array_equal(next(batch).rows, expected)
+            continue
+        with pytest.raises(WorkerError) as refused:
+            next(batch)
+        assert refused.value.kind is ErrorKind.INVALID_REQUEST
+    assert next(batch, None) is None
+
+
+def test_no_more_is_read_ahead_than_was_said_and_who_leaves_ends_the_threads(
+    ours: preprocess.Preprocessor,
+) -> None:
+    good = (MEDIA / "vid_two_frames.mp4").read_bytes()
+    num_read = 0
+
+    def endless() -> Iterator[bytes]:
+        nonlocal num_read
+        while True:
+            num_read += 1
+            yield good
+
+    before = set(threading.enumerate())
+    batch = ours.videos(endless(), threads=2)
+    assert num_read == 0
+    for taken in range(5):
+        next(batch)
+        assert num_read == 2 + taken
+    threads = set(threading.enumerate()) - before
+    assert 1 <= len(threads) <= 2
+    del batch
+    for thread in threads:
+        thread.join(20)
+        assert not thread.is_alive()
+    assert num_read == 6
 
 
 def test_a_clip_has_the_frames_and_bytes_that_a_request_would_send(

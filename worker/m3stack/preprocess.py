@@ -7,13 +7,15 @@ interpreter's lock, so that threads run side by side.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
-from functools import lru_cache
+from functools import lru_cache, partial
 from itertools import islice
 from os import PathLike
 from typing import Any
+from weakref import finalize
 
 import numpy as np
 from numpy.typing import NDArray
@@ -105,21 +107,55 @@ class Preprocessor:
         pictures as threads are read ahead, so that files may be endless.
 
         Raises:
-            WorkerError: at the place of a picture that the gateway would refuse.
+            WorkerError: at the place of a picture that the gateway would refuse; the iterator
+                then goes on with the next.
         """
         threads = threads or os.cpu_count() or 1
-        source = iter(files)
-        with ThreadPoolExecutor(threads) as pool:
-            ahead = [
-                pool.submit(self.image, data, **controls) for data in islice(source, 2 * threads)
-            ]
-            while ahead:
-                yield ahead.pop(0).result()
-                ahead += [pool.submit(self.image, data, **controls) for data in islice(source, 1)]
+        return _Batch(partial(self.image, **controls), files, threads, 2 * threads)
+
+    def videos(
+        self, files: Iterable[bytes], *, threads: int | None = None, **controls: Any
+    ) -> Iterator[PatchRows]:
+        """Patch rows of many clips in their order, on several threads; at most as many clips as
+        threads are read ahead: their rows are large.
+
+        Raises:
+            WorkerError: at the place of a clip that the gateway would refuse; the iterator then
+                goes on with the next.
+        """
+        threads = threads or os.cpu_count() or 1
+        return _Batch(partial(self.video, **controls), files, threads, threads)
 
     def _shaped(self, rows: bytes, frames: int) -> NDArray[np.uint8]:
         shape = (-1, CHANNELS, frames, self._side, self._side)
         return np.frombuffer(rows, np.uint8).reshape(shape)
+
+
+class _Batch(Iterator[PatchRows]):
+    """Rows of files in their order, made on threads of its own while some are ahead."""
+
+    def __init__(
+        self,
+        make: Callable[[bytes], PatchRows],
+        files: Iterable[bytes],
+        threads: int,
+        max_ahead: int,
+    ) -> None:
+        self._make = make
+        self._files = iter(files)
+        self._max_ahead = max_ahead
+        self._ahead: deque[Future[PatchRows]] = deque()
+        self._pool = ThreadPoolExecutor(threads)
+        # who stops in the middle waits for nothing, and what has not begun never does
+        finalize(self, self._pool.shutdown, wait=False, cancel_futures=True)
+
+    def __next__(self) -> PatchRows:
+        for data in islice(self._files, self._max_ahead - len(self._ahead)):
+            self._ahead.append(self._pool.submit(self._make, data))
+        if not self._ahead:
+            self._pool.shutdown()
+            raise StopIteration
+        return self._ahead.popleft().result()
 
 
 def image(data: bytes, model_path: str | PathLike[str], **controls: Any) -> PatchRows:
