@@ -1,7 +1,7 @@
 //! Where the gateway listens and where it finds workers, checked.
 
 use std::net::IpAddr;
-use std::path::PathBuf;
+use std::path::{Component, PathBuf};
 
 use super::ConfigError;
 use super::raw::GatewayKeys;
@@ -154,7 +154,10 @@ pub(super) fn otlp_endpoint(given: Option<&str>) -> Result<Option<String>, Confi
         .filter(|url| matches!(url.scheme(), "http" | "https") && url.host().is_some());
     match url {
         Some(_) => Ok(Some(text.trim_end_matches('/').to_owned())),
-        None => Err(invalid("otlp_endpoint", format!("expected http://host:port, got {text:?}"))),
+        None => {
+            let got = without_user(text);
+            Err(invalid("otlp_endpoint", format!("expected http://host:port, got {got:?}")))
+        }
     }
 }
 
@@ -162,27 +165,51 @@ fn invalid(key: &'static str, message: String) -> ConfigError {
     ConfigError::Invalid { key, message }
 }
 
+/// A URL that may hold a password, which is never printed.
+#[derive(Clone, PartialEq, Eq)]
+pub struct ProxyUrl(url::Url);
+
+impl std::ops::Deref for ProxyUrl {
+    type Target = url::Url;
+
+    fn deref(&self) -> &url::Url {
+        &self.0
+    }
+}
+
+impl std::fmt::Debug for ProxyUrl {
+    fn fmt(&self, formatter: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        formatter.debug_tuple("ProxyUrl").field(&without_user(self.0.as_str())).finish()
+    }
+}
+
+/// What stands in a URL, or what was meant to be one, behind user name and password.
+fn without_user(text: &str) -> &str {
+    text.rsplit_once('@').map_or(text, |(_, rest)| rest)
+}
+
 /// # Errors
 /// For what is no address of an HTTP proxy.
-pub(super) fn media_proxy(text: &str) -> Result<url::Url, ConfigError> {
+pub(super) fn media_proxy(text: &str) -> Result<ProxyUrl, ConfigError> {
     let parsed = url::Url::parse(text).ok();
     let is_proxy = |url: &url::Url| {
         matches!(url.scheme(), "http" | "https") && url.has_host() && url.path() == "/"
     };
-    parsed.filter(is_proxy).ok_or_else(|| ConfigError::Invalid {
-        key: "media_proxy",
-        message: format!("expected http://host:port, got {text:?}"),
+    parsed.filter(is_proxy).map(ProxyUrl).ok_or_else(|| {
+        let got = without_user(text);
+        invalid("media_proxy", format!("expected http://host:port, got {got:?}"))
     })
 }
 
 /// # Errors
-/// For what is no absolute path of a directory.
+/// For what is no absolute path of a directory, or is one that no URL can name.
 pub(super) fn media_root(path: PathBuf) -> Result<PathBuf, ConfigError> {
-    if path.is_absolute() && path.is_dir() {
+    // paths of URLs are put in order before they are compared
+    let goes_back = path.components().any(|part| part == Component::ParentDir);
+    if path.is_absolute() && path.is_dir() && !goes_back {
         return Ok(path);
     }
-    Err(ConfigError::Invalid {
-        key: "media_root",
-        message: format!("expected the absolute path of a directory, got {}", path.display()),
-    })
+    let path = path.display();
+    let message = format!("expected the absolute path of a directory, without .., got {path}");
+    Err(invalid("media_root", message))
 }

@@ -14,7 +14,7 @@ use gateway_core::pace::Pace;
 use gateway_core::routing::{BreakerPolicy, Policy};
 use raw::{GatewayKeys, SharedKeys};
 
-pub use addresses::{WorkerSource, worker_uri};
+pub use addresses::{ProxyUrl, WorkerSource, worker_uri};
 
 const MIB: u64 = 1024 * 1024;
 
@@ -151,7 +151,7 @@ pub struct MediaConfig {
     /// Whether private and loopback addresses may be fetched from.
     pub allow_private: bool,
     /// Proxy that media are fetched through.
-    pub proxy: Option<url::Url>,
+    pub proxy: Option<ProxyUrl>,
     /// Directory whose files may be named by `file:` URLs.
     pub root: Option<PathBuf>,
 }

@@ -96,6 +96,7 @@ fn values_out_of_range_are_refused_with_key_and_value() {
         (&["--workers", "file://relative"], "workers"),
         (&["--set", "media_root=media"], "media_root"),
         (&["--set", "media_root=/no/such/directory"], "media_root"),
+        (&["--set", "media_root=/usr/../usr"], "media_root"),
         (&["--set", "media_proxy=proxy:3128"], "media_proxy"),
         (&["--set", "media_proxy=socks5://proxy:1080"], "media_proxy"),
         (&["--workers", "ftp://a:1"], "workers"),
@@ -106,6 +107,29 @@ fn values_out_of_range_are_refused_with_key_and_value() {
         let message = config_of(flags).unwrap_err().to_string();
         assert!(message.starts_with(key), "{flags:?}: {message}");
     }
+}
+
+#[test]
+fn a_proxys_password_is_in_no_message_and_in_no_listing() {
+    for (key, value) in [
+        ("media_proxy", "http://user:secret@proxy:3128/path"),
+        ("media_proxy", "socks5://user:secret@proxy:1080"),
+        ("media_proxy", "user:secret@proxy:3128"),
+        ("media_proxy", "http://user:secret@:x"),
+        ("otlp_endpoint", "ftp://user:secret@collector"),
+    ] {
+        let flags = match key {
+            "otlp_endpoint" => ["--otlp-endpoint".to_owned(), value.to_owned()],
+            _ => ["--set".to_owned(), format!("{key}={value}")],
+        };
+        let message = config_of(&[&flags[0], &flags[1]]).unwrap_err().to_string();
+        assert!(message.starts_with(key) && !message.contains("secret"), "{value}: {message}");
+    }
+    let proxy = "media_proxy=http://user:secret@proxy:3128";
+    let config = config_of(&["--set", proxy]).unwrap();
+    assert_eq!(config.media.proxy.as_ref().unwrap().password(), Some("secret"));
+    let listed = format!("{config:?}");
+    assert!(listed.contains("proxy:3128") && !listed.contains("secret"), "{listed}");
 }
 
 #[test]

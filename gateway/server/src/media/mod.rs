@@ -127,7 +127,7 @@ impl MediaLoader {
         let stored = ByteCache::new(CacheClass::Fetched, fetched, Arc::clone(&metrics));
         let bounds = fetch::Bounds { max_bytes: config.max_bytes, timeout: config.timeout };
         Ok(Self {
-            fetcher: Fetcher::new(policy, config.proxy.clone(), stored, bounds),
+            fetcher: Fetcher::new(policy, config.proxy.as_deref().cloned(), stored, bounds),
             local: config.root.as_deref().map(LocalFiles::open).transpose()?,
             ffmpeg: Ffmpeg::find(search_path.as_deref(), ffmpeg_limits, Arc::clone(&metrics)),
             rooms: WorkRooms::new(config.threads, config.work_bytes)?,
