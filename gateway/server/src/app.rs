@@ -87,7 +87,7 @@ pub struct App {
     /// Who may ask; `None` lets everyone.
     pub keys: Option<Arc<KeyRing>>,
     /// The door.
-    pub admission: Admission,
+    pub admission: Arc<Admission>,
     /// Threads for long texts.
     pub text_pool: BlockingPool,
     /// The way to a collector of traces, if there is one.
@@ -145,9 +145,19 @@ impl App {
         let tracer = tracer.map_err(|message| file("otlp_endpoint", message))?.map(Arc::new);
         let tenants = Arc::new(Tenants::new(limits_by_tenant.unwrap_or_default()));
         let metrics = Arc::new(Metrics::default());
-        let workers =
-            WorkerPool::new(config.routing, facts.clone(), worker_tls, Arc::clone(&metrics));
-        let workers = Arc::new(workers);
+        let admission = Arc::new(Admission::new(
+            config.max_concurrent_requests,
+            config.max_buffered_bytes,
+            tenants,
+            Arc::clone(&metrics),
+        ));
+        let workers = Arc::new(WorkerPool::new(
+            config.routing,
+            facts.clone(),
+            worker_tls,
+            Arc::clone(&admission),
+            Arc::clone(&metrics),
+        ));
         let cores = std::thread::available_parallelism().map_or(1, |n| n.get() as u32);
         Ok(Arc::new(Self {
             fingerprint: facts.fingerprint(),
@@ -158,12 +168,7 @@ impl App {
             workers,
             tls,
             keys,
-            admission: Admission::new(
-                config.max_concurrent_requests,
-                config.max_buffered_bytes,
-                tenants,
-                Arc::clone(&metrics),
-            ),
+            admission,
             tracer,
             text_pool: BlockingPool::new(cores),
             created: unix_now().try_into().unwrap_or(0),

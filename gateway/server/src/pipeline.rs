@@ -89,7 +89,7 @@ async fn prepare_for(
 
     // what each picture and clip will become, from its header alone
     let begin = Instant::now();
-    let door = (&app.admission, &*tenant);
+    let door = (&*app.admission, &*tenant);
     let planned = app.media.plan(media, &*app.model.spec, door).await?;
     let planning = begin.elapsed();
 
@@ -248,7 +248,7 @@ pub async fn tokenize_chat(
     let media = take_media(&mut conversation);
     let rendered =
         run_text(app, true, move |app| app.model.prompt_builder.render(&conversation)).await?;
-    let planned = app.media.plan(media, &*app.model.spec, (&app.admission, "")).await?;
+    let planned = app.media.plan(media, &*app.model.spec, (&*app.admission, "")).await?;
     let plans: Vec<_> = planned.into_iter().map(|item| item.plan).collect();
     let prompt =
         run_text(app, true, move |app| app.model.prompt_builder.expand(&rendered, &plans)).await?;

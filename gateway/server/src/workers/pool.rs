@@ -17,6 +17,7 @@ use super::demand::{demand, number};
 use super::session::{Report, Session};
 use super::shared::{Member, Shared};
 use super::{RequestHeader, WorkerAddress, WorkerId, WorkerLease, WorkerState, WorkerView};
+use crate::admission::Admission;
 use crate::error::{ErrorKind, GatewayError};
 use crate::telemetry::{Fleet, Metrics, WorkerCount};
 
@@ -40,14 +41,16 @@ impl Drop for WorkerPool {
 }
 
 impl WorkerPool {
-    /// A pool that follows nobody yet.
+    /// A pool that follows nobody yet; what it shares with workers counts among the bytes that the
+    /// door lets requests hold.
     pub fn new(
         policy: Policy,
         facts: ModelFacts,
         tls: Option<ClientTlsConfig>,
+        admission: Arc<Admission>,
         metrics: Arc<Metrics>,
     ) -> Self {
-        let shared = Arc::new(Shared::new(Router::new(policy), facts, metrics));
+        let shared = Arc::new(Shared::new(Router::new(policy), facts, admission, metrics));
         Self { shared, tls, num_ids: AtomicU32::new(0), chains: Mutex::default() }
     }
 

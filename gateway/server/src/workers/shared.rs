@@ -12,6 +12,7 @@ use tonic::transport::Channel;
 use super::WorkerId;
 use super::session::Report;
 use super::shared_pieces::SharedMemory;
+use crate::admission::Admission;
 use crate::telemetry::Metrics;
 
 /// Workers and choices, behind short locks that are never held over an `.await`.
@@ -51,10 +52,15 @@ impl Drop for Member {
 }
 
 impl Shared {
-    pub(super) fn new(router: Router, facts: ModelFacts, metrics: Arc<Metrics>) -> Self {
+    pub(super) fn new(
+        router: Router,
+        facts: ModelFacts,
+        admission: Arc<Admission>,
+        metrics: Arc<Metrics>,
+    ) -> Self {
         Self {
             facts,
-            memory: Arc::new(SharedMemory::new(Arc::clone(&metrics))),
+            memory: Arc::new(SharedMemory::new(admission, Arc::clone(&metrics))),
             metrics,
             members: RwLock::new(Arc::from([])),
             router: Mutex::new(router),
