@@ -118,6 +118,7 @@ class Drive:
             sequence = self.sequences[row.handle]
             assert row.start == sequence.num_computed
             assert row.end <= len(row.pages) * PAGE
+        self._check_hits(plan)
         parts = {item.key: item.part_patches for s in self.sequences.values() for item in s.media}
         costs = [
             cost
@@ -125,3 +126,22 @@ class Drive:
             for cost in parts[encode.key][encode.first_part :][: encode.num_parts]
         ]
         assert len(costs) <= 1 or sum(costs) <= limits.max_encode_patches
+
+    def _check_hits(self, plan: StepPlan) -> None:
+        """What a request finds are whole pages, and it writes to none that another one reads."""
+        for admission in plan.admissions:
+            assert admission.cached_tokens % PAGE == 0
+            assert admission.host_tokens % PAGE == 0
+        newcomers = {admission.handle for admission in plan.admissions if admission.is_first}
+        for row in plan.rows:
+            if row.handle in newcomers:
+                assert row.start % PAGE == 0, "a hit ends inside a page"
+        written: dict[int, int] = {}
+        for row in plan.rows:
+            for page in row.pages[row.start // PAGE : -(-row.end // PAGE)]:
+                assert page not in written, "two requests write to one page"
+                written[page] = row.handle
+        for sequence in self.sequences.values():
+            for page in sequence.pages:
+                owner = written.get(page, sequence.handle)
+                assert owner == sequence.handle, "a request writes to a page of another one"
