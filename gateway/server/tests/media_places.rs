@@ -148,26 +148,34 @@ async fn a_body_from_the_network_is_used_again_only_as_http_allows() {
 }
 
 #[tokio::test]
-async fn through_a_proxy_media_come_from_names_that_only_it_knows_and_from_nowhere_inside() {
+async fn through_a_proxy_names_that_only_it_knows_must_be_listed_and_nothing_inside_is_reached() {
     let origin = Origin::start().await;
     let proxy = format!("media_proxy=http://{}", origin.address);
-    let (worker, gateway) = setup(&["--set", &proxy]).await;
+    let named = ["--set", &proxy, "--allowed-media-hosts", "pictures.invalid"];
+    let (worker, gateway) = setup(&named).await;
 
     let reply = ask(&gateway, &[picture("http://pictures.invalid/file/img_plain.bmp")]).await;
 
     assert_eq!(reply.status, 200, "{}", reply.text);
     assert_eq!((worker.seen().len(), origin.connections()), (1, 1));
-    // what can be judged here is judged here
-    for host in ["127.0.0.1", "10.0.0.1", "localhost", "[::1]", "169.254.169.254"] {
+    // https asks the proxy for a tunnel, which this one does not dig
+    let tunnel = ask(&gateway, &[picture("https://pictures.invalid/file/img_plain.bmp")]).await;
+    assert_eq!((tunnel.status, origin.connections()), (502, 2), "{}", tunnel.text);
+    // what can be judged here is judged here, and what cannot is not believed
+    let (_other, gateway) = setup(&["--set", &proxy]).await;
+    let hosts = ["pictures.invalid", "metadata.google.internal.invalid"];
+    for host in
+        hosts.into_iter().chain(["127.0.0.1", "10.0.0.1", "localhost", "[::1]", "169.254.169.254"])
+    {
         let reply = ask(&gateway, &[picture(&format!("http://{host}/file/img_plain.bmp"))]).await;
         assert_eq!(reply.status, 400, "{host}: {}", reply.text);
         assert_eq!(reply.error()["code"], "media_url_refused", "{host}");
     }
-    assert_eq!(origin.connections(), 1);
-    // https asks the proxy for a tunnel, which this one does not dig
-    let tunnel = ask(&gateway, &[picture("https://pictures.invalid/file/img_plain.bmp")]).await;
-    assert_eq!((tunnel.status, origin.connections()), (502, 2), "{}", tunnel.text);
-    let alone = setup(&[]).await.1;
+    assert_eq!(origin.connections(), 2);
+    let (_third, trusting) = setup(&["--set", &proxy, "--allow-private-media"]).await;
+    let reply = ask(&trusting, &[picture("http://pictures.invalid/file/img_plain.bmp")]).await;
+    assert_eq!(reply.status, 200, "{}", reply.text);
+    let (_fourth, alone) = setup(&[]).await;
     let reply = ask(&alone, &[picture("http://pictures.invalid/file/img_plain.bmp")]).await;
     assert_eq!(reply.status, 502, "without it the name leads nowhere: {}", reply.text);
 }
@@ -197,7 +205,7 @@ async fn files_are_read_under_one_directory_if_there_is_one() {
         assert_eq!(reply.status, status, "{place}: {}", reply.text);
     }
     gateway.assert_idle().await;
-    let closed = setup(&[]).await.1;
+    let (_other, closed) = setup(&[]).await;
     let reply = ask(&closed, &[picture(&url("img_plain.bmp"))]).await;
     assert_eq!((reply.status, reply.error()["code"].clone()), (400, json!("media_url_refused")));
 }

@@ -71,6 +71,11 @@ impl AddressPolicy {
         self.allowed_hosts.iter().any(|allowed| allowed == host)
     }
 
+    /// Whether a name need not resolve to be trusted: it was allowed by name, or everything is.
+    pub fn knows(&self, url: &Url) -> bool {
+        self.allow_private || url.host().is_some_and(|host| self.is_listed(&host))
+    }
+
     /// Whether an address may be dialled.
     pub fn allows(&self, address: IpAddr) -> bool {
         self.allow_private || is_public(address)

@@ -50,7 +50,8 @@ enum Answer {
 
 impl Fetcher {
     /// A fetcher under that policy. What goes through a proxy is resolved by the proxy: literal
-    /// addresses are judged here all the same, and names as far as they can be resolved here.
+    /// addresses are judged here all the same, and so are names; those that cannot be resolved here
+    /// must be allowed by name.
     pub fn new(
         policy: AddressPolicy,
         proxy: Option<Url>,
@@ -73,13 +74,8 @@ impl Fetcher {
     ) -> Result<Bytes, GatewayError> {
         let deadline = Instant::now() + self.bounds.timeout;
         let work = self.follow(url, admission, lease);
-        tokio::time::timeout_at(deadline, work).await.map_err(|_| {
-            let limit = self.bounds.timeout.as_secs();
-            GatewayError::new(
-                ErrorKind::MediaOriginTimeout,
-                format!("the media did not arrive within {limit} s"),
-            )
-        })?
+        let late = |_| too_late(self.bounds.timeout);
+        tokio::time::timeout_at(deadline, work).await.map_err(late)?
     }
 
     /// Requests the URL and at most three redirects.
@@ -90,10 +86,7 @@ impl Fetcher {
         lease: &mut ByteLease,
     ) -> Result<Bytes, GatewayError> {
         let mut url = Url::parse(url).map_err(|error| {
-            let message = format!("the media URL is not data:, http: or https: ({error})");
-            let mut error = GatewayError::new(ErrorKind::InvalidRequest, message);
-            error.code = "media_url_refused";
-            error
+            url_refusal(format!("the media URL is not data:, http: or https: ({error})"))
         })?;
         for _ in 0..=MAX_REDIRECTS {
             self.policy.check_url(&url)?;
@@ -109,13 +102,20 @@ impl Fetcher {
         ))
     }
 
-    /// Judges a name that a proxy will resolve, if it can be resolved here as well.
+    /// Judges a name that a proxy will resolve.
     async fn check_name(&self, url: &Url) -> Result<(), GatewayError> {
         let Some(host) = url.domain().filter(|_| self.proxy.is_some()) else { return Ok(()) };
-        let found = resolved(&self.policy, host).await;
-        match found.err().and_then(|error| error.downcast::<ForbiddenName>().ok()) {
-            Some(forbidden) => Err(forbidden.refusal()),
-            None => Ok(()),
+        match resolved(&self.policy, host).await {
+            Ok(_) => Ok(()),
+            Err(error) => match error.downcast::<ForbiddenName>() {
+                Ok(forbidden) => Err(forbidden.refusal()),
+                Err(_) if self.policy.knows(url) => Ok(()),
+                Err(error) => Err(url_refusal(format!(
+                    "media may not be fetched from {host}: the name does not resolve here, so that \
+                     nobody knows where the proxy would go; it would have to be an allowed host"
+                ))
+                .because(error.to_string())),
+            },
         }
     }
 
@@ -252,9 +252,7 @@ struct ForbiddenName {
 
 impl ForbiddenName {
     fn refusal(&self) -> GatewayError {
-        let mut refusal = GatewayError::new(ErrorKind::InvalidRequest, self.to_string());
-        refusal.code = "media_url_refused";
-        refusal
+        url_refusal(self.to_string())
     }
 }
 
@@ -282,6 +280,18 @@ async fn resolved(
         return Err(Box::new(ForbiddenName { host: host.to_owned() }));
     }
     Ok(found)
+}
+
+/// Of media that took longer than they may.
+pub fn too_late(limit: Duration) -> GatewayError {
+    let message = format!("the media did not arrive within {} s", limit.as_secs());
+    GatewayError::new(ErrorKind::MediaOriginTimeout, message)
+}
+
+fn url_refusal(message: String) -> GatewayError {
+    let mut refusal = GatewayError::new(ErrorKind::InvalidRequest, message);
+    refusal.code = "media_url_refused";
+    refusal
 }
 
 fn check_status(response: Response) -> Result<Response, GatewayError> {
