@@ -2,7 +2,7 @@
 
 #![allow(unsafe_code)]
 
-use std::ffi::CString;
+use std::ffi::{CStr, CString};
 use std::fs::File;
 use std::io::Read;
 use std::os::fd::{AsRawFd, FromRawFd};
@@ -10,13 +10,21 @@ use std::os::unix::ffi::OsStrExt;
 use std::os::unix::fs::OpenOptionsExt;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
+use std::time::Duration;
 
 use bytes::Bytes;
 use url::Url;
 
 use super::data_url::too_large;
+use super::fetch::too_late;
 use crate::admission::{Admission, ByteLease};
+use crate::blocking::BlockingPool;
 use crate::error::{ErrorKind, GatewayError};
+
+/// Files that are opened or read at one time: a file system that hangs takes no more threads.
+const READS_AT_ONCE: u32 = 8;
+/// Times that the system may say that something was renamed on the way.
+const MAX_ATTEMPTS: u32 = 64;
 
 /// Whether the text claims to be a `file:` URL.
 pub fn is_file_url(url: &str) -> bool {
@@ -28,25 +36,46 @@ pub fn is_file_url(url: &str) -> bool {
 pub struct LocalFiles {
     root: PathBuf,
     directory: Arc<File>,
+    readers: BlockingPool,
+    timeout: Duration,
 }
 
 impl LocalFiles {
-    /// Opens the directory.
+    /// Opens the directory; each of its files may take that long.
     ///
     /// # Errors
-    /// What the system said.
-    pub fn open(root: &Path) -> std::io::Result<Self> {
+    /// What the system said, also if it does not know how to stay in a directory.
+    pub fn open(root: &Path, timeout: Duration) -> std::io::Result<Self> {
         let flags = libc::O_PATH | libc::O_DIRECTORY;
         let directory = File::options().read(true).custom_flags(flags).open(root)?;
-        Ok(Self { root: root.to_owned(), directory: Arc::new(directory) })
+        openat2(&directory, c".", flags).map_err(|error| {
+            let needs = "media_root needs openat2 (Linux 5.6, and a sandbox that allows it)";
+            std::io::Error::new(error.kind(), format!("{needs}: {error}"))
+        })?;
+        Ok(Self {
+            root: root.to_owned(),
+            directory: Arc::new(directory),
+            readers: BlockingPool::new(READS_AT_ONCE),
+            timeout,
+        })
     }
 
     /// The bytes of the file that a URL names, held under `lease`.
     ///
     /// # Errors
-    /// `InvalidRequest` for what is no file under the directory, `TooLarge`, `Overloaded` when the
-    /// byte budget is spent.
+    /// `InvalidRequest` for what is no file under the directory, `TooLarge`, `MediaOriginTimeout`,
+    /// `Overloaded` when the byte budget is spent.
     pub async fn read(
+        &self,
+        url: &str,
+        max_bytes: u64,
+        held: (&Admission, &mut ByteLease),
+    ) -> Result<Bytes, GatewayError> {
+        let work = self.read_whole(url, max_bytes, held);
+        tokio::time::timeout(self.timeout, work).await.map_err(|_| too_late(self.timeout))?
+    }
+
+    async fn read_whole(
         &self,
         url: &str,
         max_bytes: u64,
@@ -54,18 +83,28 @@ impl LocalFiles {
     ) -> Result<Bytes, GatewayError> {
         let place = self.place(url)?;
         let directory = Arc::clone(&self.directory);
-        let (file, length) = on_a_thread(move || open_beneath(&directory, &place)).await?;
+        let opening = self.on_a_thread(move || open_beneath(&directory, &place));
+        let (file, length) = opening.await?;
         if length > max_bytes {
             return Err(too_large(length, max_bytes));
         }
         admission.grow(lease, length)?;
-        on_a_thread(move || {
-            let mut bytes = Vec::new();
-            // a file that grows meanwhile ends where it was
+        let capacity = usize::try_from(length).unwrap_or(usize::MAX);
+        let reading = self.on_a_thread(move || {
+            // as much as is held for it; a file that grows meanwhile ends where it was
+            let mut bytes = Vec::with_capacity(capacity);
             file.take(length).read_to_end(&mut bytes)?;
             Ok(Bytes::from(bytes))
-        })
-        .await
+        });
+        reading.await
+    }
+
+    async fn on_a_thread<T: Send + 'static>(
+        &self,
+        work: impl FnOnce() -> std::io::Result<T> + Send + 'static,
+    ) -> Result<T, GatewayError> {
+        let done = self.readers.run(work).await?;
+        done.map_err(|error| refused("it cannot be read").because(error.to_string()))
     }
 
     /// Where a URL points, from the directory on.
@@ -82,15 +121,41 @@ impl LocalFiles {
     }
 }
 
-/// Opens a plain file; every step of the way, symbolic links included, stays in the directory.
-fn open_beneath(directory: &File, place: &CString) -> std::io::Result<(File, u64)> {
+/// Opens a plain file under the directory.
+fn open_beneath(directory: &File, place: &CStr) -> std::io::Result<(File, u64)> {
+    // a pipe must not be waited for
+    let flags = libc::O_RDONLY | libc::O_NONBLOCK | libc::O_NOCTTY;
+    let file = undisturbed(|| openat2(directory, place, flags))?;
+    let facts = file.metadata()?;
+    if !facts.is_file() {
+        return Err(std::io::Error::other("not a plain file"));
+    }
+    Ok((file, facts.len()))
+}
+
+/// Tries again while the system cannot tell whether a step of the way left the directory, because
+/// something was renamed meanwhile.
+fn undisturbed<T>(mut attempt: impl FnMut() -> std::io::Result<T>) -> std::io::Result<T> {
+    let mut outcome = attempt();
+    for _ in 1..MAX_ATTEMPTS {
+        match &outcome {
+            Err(error) if error.raw_os_error() == Some(libc::EAGAIN) => {}
+            _ => break,
+        }
+        std::thread::yield_now();
+        outcome = attempt();
+    }
+    outcome
+}
+
+/// Opens what is under the directory; every step of the way, symbolic links included, stays in it.
+fn openat2(directory: &File, place: &CStr, flags: libc::c_int) -> std::io::Result<File> {
     // SAFETY: an all-zero `open_how` is a valid one.
     let mut how: libc::open_how = unsafe { std::mem::zeroed() };
-    // a pipe must not be waited for
-    how.flags = (libc::O_RDONLY | libc::O_CLOEXEC | libc::O_NONBLOCK | libc::O_NOCTTY) as u64;
+    how.flags = (flags | libc::O_CLOEXEC) as u64;
     how.resolve = libc::RESOLVE_BENEATH | libc::RESOLVE_NO_MAGICLINKS;
     // SAFETY: name and structure live through the call; the descriptor it gives is ours alone.
-    let file = unsafe {
+    unsafe {
         let descriptor = libc::syscall(
             libc::SYS_openat2,
             directory.as_raw_fd(),
@@ -101,21 +166,8 @@ fn open_beneath(directory: &File, place: &CString) -> std::io::Result<(File, u64
         if descriptor < 0 {
             return Err(std::io::Error::last_os_error());
         }
-        File::from_raw_fd(descriptor as i32)
-    };
-    let facts = file.metadata()?;
-    if !facts.is_file() {
-        return Err(std::io::Error::other("not a plain file"));
+        Ok(File::from_raw_fd(descriptor as i32))
     }
-    Ok((file, facts.len()))
-}
-
-async fn on_a_thread<T: Send + 'static>(
-    work: impl FnOnce() -> std::io::Result<T> + Send + 'static,
-) -> Result<T, GatewayError> {
-    let done = tokio::task::spawn_blocking(work).await;
-    let done = done.map_err(|error| GatewayError::internal(format!("a thread died: {error}")))?;
-    done.map_err(|error| refused("it cannot be read").because(error.to_string()))
 }
 
 /// A `file:` URL that is not served; the caller learns nothing about other files.
@@ -131,6 +183,8 @@ mod tests {
     use super::*;
     use crate::telemetry::Metrics;
     use std::os::unix::fs::symlink;
+
+    const A_MINUTE: Duration = Duration::from_secs(60);
 
     fn admission(max_bytes: u64) -> Admission {
         Admission::new(1, max_bytes, Arc::default(), Arc::new(Metrics::default()))
@@ -151,7 +205,7 @@ mod tests {
         symlink("../secret", root.join("out")).unwrap();
         symlink(outside.path().join("secret"), root.join("far")).unwrap();
         symlink("/proc/self/root", root.join("magic")).unwrap();
-        let files = LocalFiles::open(&root).unwrap();
+        let files = LocalFiles::open(&root, A_MINUTE).unwrap();
         let base = format!("file://{}", root.display());
 
         for place in ["a%20b/card.png", "within", "a%20b/../within", "./within"] {
@@ -182,7 +236,7 @@ mod tests {
         let pipe = CString::new(root.path().join("pipe").as_os_str().as_bytes()).unwrap();
         // SAFETY: a valid name that lives through the call.
         assert_eq!(unsafe { libc::mkfifo(pipe.as_ptr(), 0o600) }, 0);
-        let files = LocalFiles::open(root.path()).unwrap();
+        let files = LocalFiles::open(root.path(), A_MINUTE).unwrap();
         let url = |name: &str| format!("file://{}/{name}", root.path().display());
 
         assert_eq!(read(&files, &url("large")).await.unwrap_err().kind, ErrorKind::TooLarge);
@@ -193,5 +247,90 @@ mod tests {
         let (door, mut lease) = (admission(1 << 20), ByteLease::default());
         assert_eq!(files.read(&url("fits"), 1000, (&door, &mut lease)).await.unwrap().len(), 1000);
         assert_eq!(lease.bytes(), 1000);
+    }
+
+    #[tokio::test]
+    async fn a_file_takes_the_memory_that_is_held_for_it_and_no_more() {
+        let root = tempfile::tempdir().unwrap();
+        std::fs::write(root.path().join("clip"), vec![7; 100_000]).unwrap();
+        let files = LocalFiles::open(root.path(), A_MINUTE).unwrap();
+        let (door, mut lease) = (admission(1 << 20), ByteLease::default());
+        let url = format!("file://{}/clip", root.path().display());
+
+        let bytes = files.read(&url, 1 << 20, (&door, &mut lease)).await.unwrap();
+
+        assert_eq!((bytes.len(), lease.bytes()), (100_000, 100_000));
+        assert_eq!(bytes.try_into_mut().unwrap().capacity(), 100_000);
+    }
+
+    #[tokio::test]
+    async fn a_file_system_that_hangs_is_waited_for_as_long_as_an_origin() {
+        let root = tempfile::tempdir().unwrap();
+        std::fs::write(root.path().join("clip"), b"clip").unwrap();
+        let files = LocalFiles::open(root.path(), A_MINUTE).unwrap();
+        // as if all of them stood still
+        let timeout = Duration::from_millis(5);
+        let files = LocalFiles { readers: BlockingPool::new(0), timeout, ..files };
+
+        let late = read(&files, &format!("file://{}/clip", root.path().display())).await;
+
+        assert_eq!(late.unwrap_err().kind, ErrorKind::MediaOriginTimeout);
+    }
+
+    #[test]
+    fn what_was_renamed_on_the_way_is_looked_for_again_a_bounded_number_of_times() {
+        let again = || std::io::Error::from_raw_os_error(libc::EAGAIN);
+        let mut attempts = 0;
+        let found = undisturbed(|| {
+            attempts += 1;
+            if attempts < 5 { Err(again()) } else { Ok(attempts) }
+        });
+        assert_eq!(found.unwrap(), 5);
+        let mut attempts = 0;
+        let never = undisturbed(|| {
+            attempts += 1;
+            Err::<(), _>(again())
+        });
+        assert_eq!(never.unwrap_err().raw_os_error(), Some(libc::EAGAIN));
+        assert_eq!(attempts, MAX_ATTEMPTS);
+        let mut attempts = 0;
+        let gone = undisturbed(|| {
+            attempts += 1;
+            Err::<(), _>(std::io::Error::from_raw_os_error(libc::ENOENT))
+        });
+        assert_eq!((gone.unwrap_err().raw_os_error(), attempts), (Some(libc::ENOENT), 1));
+    }
+
+    /// Has the system refuse one call of the calling thread, for ever.
+    fn forbid(call: libc::c_long) {
+        let step =
+            |code: u32, yes, no, k| libc::sock_filter { code: code as u16, jt: yes, jf: no, k };
+        let refusal = libc::SECCOMP_RET_ERRNO | libc::ENOSYS as u32;
+        let mut steps = [
+            // the number of the call is what the filter sees first
+            step(libc::BPF_LD | libc::BPF_W | libc::BPF_ABS, 0, 0, 0),
+            step(libc::BPF_JMP | libc::BPF_JEQ | libc::BPF_K, 0, 1, call as u32),
+            step(libc::BPF_RET | libc::BPF_K, 0, 0, refusal),
+            step(libc::BPF_RET | libc::BPF_K, 0, 0, libc::SECCOMP_RET_ALLOW),
+        ];
+        let filter = libc::sock_fprog { len: steps.len() as u16, filter: steps.as_mut_ptr() };
+        // SAFETY: the filter lives through the call and holds for this thread alone.
+        unsafe {
+            assert_eq!(libc::prctl(libc::PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0), 0);
+            let set =
+                libc::prctl(libc::PR_SET_SECCOMP, libc::SECCOMP_MODE_FILTER, &raw const filter);
+            assert_eq!(set, 0, "{}", std::io::Error::last_os_error());
+        }
+    }
+
+    #[test]
+    fn a_system_that_cannot_stay_in_a_directory_is_refused_at_the_start() {
+        let opening = std::thread::spawn(|| {
+            let root = tempfile::tempdir().unwrap();
+            forbid(libc::SYS_openat2);
+            LocalFiles::open(root.path(), A_MINUTE).map(|_| ())
+        });
+        let refused = opening.join().unwrap().unwrap_err().to_string();
+        assert!(refused.contains("media_root needs openat2"), "{refused}");
     }
 }

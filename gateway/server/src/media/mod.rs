@@ -121,6 +121,7 @@ impl MediaLoader {
             max_duration: config.limits.max_video_duration,
         };
         let search_path = std::env::var_os("PATH");
+        let local = config.root.as_deref().map(|root| LocalFiles::open(root, config.timeout));
         // patches spare the most work a byte; facts are small
         let (facts, fetched) = (config.cache_bytes / 16, config.cache_bytes / 16 * 7);
         let patches = config.cache_bytes - facts - fetched;
@@ -128,7 +129,7 @@ impl MediaLoader {
         let bounds = fetch::Bounds { max_bytes: config.max_bytes, timeout: config.timeout };
         Ok(Self {
             fetcher: Fetcher::new(policy, config.proxy.as_deref().cloned(), stored, bounds),
-            local: config.root.as_deref().map(LocalFiles::open).transpose()?,
+            local: local.transpose()?,
             ffmpeg: Ffmpeg::find(search_path.as_deref(), ffmpeg_limits, Arc::clone(&metrics)),
             rooms: WorkRooms::new(config.threads, config.work_bytes)?,
             facts: ByteCache::new(CacheClass::Facts, facts, Arc::clone(&metrics)),
