@@ -46,6 +46,15 @@ impl Write for Bounded {
 }
 
 impl WebpAnimation {
+    /// Most bytes of memory for each pixel of the picture while frames are made again: what has been
+    /// drawn, the frame as decoded, as shown and, twice, as packed.
+    pub const BYTES_PER_PIXEL: u64 = 20;
+
+    /// Whether a file says that it is one; looks at its first bytes only.
+    pub fn is_one(bytes: &[u8]) -> bool {
+        webp_canvas(bytes).is_some()
+    }
+
     /// What the chunks of a file say; `None` if it is no animated WebP.
     ///
     /// # Errors
@@ -104,10 +113,12 @@ impl WebpAnimation {
         encoder.set_compression(png::Compression::Fast);
         encoder.set_animated(self.num_frames, 0).map_err(too_large)?;
         let mut writer = encoder.write_header().map_err(too_large)?;
-        for frame in decoder.into_frames() {
+        let mut frames = decoder.into_frames();
+        loop {
             if !is_wanted() {
                 return Ok(None);
             }
+            let Some(frame) = frames.next() else { break };
             let frame = frame.map_err(|error| unreadable(error.to_string()))?;
             let (above, below) = frame.delay().numer_denom_ms();
             let delay_ms = above / below.max(1);

@@ -56,6 +56,23 @@ pub fn check_animation(animation: WebpAnimation, limits: &MediaLimits) -> Result
     }
 }
 
+/// Refuses a request whose animations come to too many pixels.
+///
+/// # Errors
+/// `MediaRejected` with the sum so far and the limit.
+pub fn check_rewritten(pixels: u64, limits: &MediaLimits) -> Result<(), GatewayError> {
+    let limit = limits.max_decoded_pixels;
+    if pixels <= limit {
+        return Ok(());
+    }
+    let message = format!(
+        "the request's animations up to this item have {pixels} pixels; at most {limit} are allowed"
+    );
+    let mut error = GatewayError::new(ErrorKind::MediaRejected, message);
+    error.code = "media_limit_exceeded";
+    Err(error)
+}
+
 #[derive(Debug, Default)]
 struct Sums {
     tokens: u64,

@@ -4,6 +4,7 @@ mod address;
 mod allowance;
 mod avif;
 mod cache;
+mod clip_file;
 mod data_url;
 pub(crate) mod fair;
 mod fetch;

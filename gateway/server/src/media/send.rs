@@ -194,7 +194,8 @@ impl MediaLoader {
             ClipData::File(file) => file,
             ClipData::Unread(data) => {
                 let bytes = self.bytes(data, &item.share).await?;
-                made = self.clip_file(bytes, &item.share).await?;
+                let form = self.clip_form(&bytes, &item.share).await?;
+                made = self.clip_file(bytes, form, &item.share).await?;
                 &made
             }
         };

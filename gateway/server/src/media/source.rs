@@ -7,13 +7,13 @@ use bytes::Bytes;
 use gateway_core::conversation::MediaRef;
 use gateway_core::model::MediaKind;
 use gateway_media::MediaError;
-use gateway_media::animation::WebpAnimation;
 use gateway_media::decode::{ImageFormat, ImageHeader, read_header};
 use gateway_media::hash::sha256;
+use gateway_media::mp4::ReadAt;
 
 use super::ffmpeg::{ClipProbe, MemoryFile};
-use super::work::{Left, Share};
-use super::{MediaLoader, class, data_url, limits, local, media_refusal};
+use super::work::Share;
+use super::{MediaLoader, class, data_url, local, media_refusal};
 use crate::admission::{Admission, ByteLease};
 use crate::error::{ErrorKind, GatewayError};
 
@@ -56,7 +56,7 @@ pub(super) enum Data {
 #[derive(Clone, Debug)]
 pub(super) enum Facts {
     Still(ImageHeader),
-    Clip(Arc<ClipProbe>),
+    Clip(ClipFacts),
     /// What the text of a `data:` URL holds.
     Text {
         sha256: [u8; 32],
@@ -64,11 +64,24 @@ pub(super) enum Facts {
     },
 }
 
+/// Of a clip.
+#[derive(Clone, Debug)]
+pub(super) struct ClipFacts {
+    pub(super) probe: Arc<ClipProbe>,
+    /// Bytes of the file that FFmpeg reads: it need not be the one that was sent.
+    pub(super) file_bytes: u64,
+    /// Pixels that are decoded to make it.
+    pub(super) rewritten_pixels: u64,
+}
+
+/// The shared budget, and what an item has of it.
+pub(super) type Held<'a> = (&'a Admission, &'a mut ByteLease);
+
 impl Facts {
     pub(super) fn bytes(&self) -> u64 {
         match self {
             Self::Still(_) | Self::Text { .. } => 128,
-            Self::Clip(probe) => 128 + probe.bytes(),
+            Self::Clip(clip) => 128 + clip.probe.bytes(),
         }
     }
 }
@@ -83,6 +96,12 @@ pub(super) enum FactsKey {
 }
 
 impl Source {
+    /// Bytes that the shared budget knows of.
+    #[cfg(test)]
+    pub(super) fn held_bytes(&self) -> u64 {
+        self._lease.bytes()
+    }
+
     /// Bytes of working memory that turning a still into a frame takes at most.
     pub(super) fn still_memory(header: &ImageHeader) -> u64 {
         // see `DecodeLimits::max_pixels`
@@ -126,7 +145,8 @@ impl MediaLoader {
             (Data::Here(bytes), sha256, length)
         };
         self.metrics.media_fetched(class(item.kind), len, begin.elapsed());
-        let content = self.content(item.kind, data, sha256, share).await?;
+        let held = Some((admission, &mut lease));
+        let content = self.content((item.kind, data, sha256), share, held).await?;
         Ok(Source { sha256, content, len, _lease: lease })
     }
 
@@ -142,20 +162,19 @@ impl MediaLoader {
     ) -> Result<Source, GatewayError> {
         let (hashed, len) = (bytes.clone(), bytes.len() as u64);
         let sha256 = self.rooms.run(share, len, move |_| sha256(&hashed)).await?;
-        let content = self.content(kind, Data::Here(bytes), sha256, share).await?;
+        let content = self.content((kind, Data::Here(bytes), sha256), share, None).await?;
         Ok(Source { sha256, content, len, _lease: ByteLease::default() })
     }
 
     async fn content(
         &self,
-        kind: MediaKind,
-        data: Data,
-        sha256: [u8; 32],
+        (kind, data, sha256): (MediaKind, Data, [u8; 32]),
         share: &Share,
+        held: Option<Held<'_>>,
     ) -> Result<Content, GatewayError> {
         match kind {
             MediaKind::Image => self.still(data, sha256, share).await,
-            MediaKind::Video => self.clip(data, sha256, share).await,
+            MediaKind::Video => self.clip((data, sha256), share, held).await,
         }
     }
 
@@ -239,9 +258,9 @@ impl MediaLoader {
 
     async fn clip(
         &self,
-        data: Data,
-        sha256: [u8; 32],
+        (data, sha256): (Data, [u8; 32]),
         share: &Share,
+        mut held: Option<Held<'_>>,
     ) -> Result<Content, GatewayError> {
         if let Some(missing) = self.ffmpeg.missing() {
             return Err(GatewayError::new(
@@ -250,47 +269,38 @@ impl MediaLoader {
             ));
         }
         let file = OnceLock::new();
-        let look = || async {
-            let made = self.clip_file(self.bytes(&data, share).await?, share).await?;
-            let probe = self.ffmpeg.probe(&made, &share.processes).await?;
-            let _ = file.set(made);
-            Ok::<_, GatewayError>(Facts::Clip(Arc::new(probe)))
+        let (text, kept, now) = (&data, &file, &mut held);
+        let look = || async move {
+            let bytes = self.bytes(text, share).await?;
+            let form = self.clip_form(&bytes, share).await?;
+            share.rewrite(form.pixels(), &self.limits)?;
+            let made = self.clip_file(bytes, form, share).await?;
+            let (file_bytes, rewritten_pixels) = (made.length(), form.pixels());
+            hold(now, file_bytes)?;
+            let made = kept.get_or_init(|| made);
+            let probe = Arc::new(self.ffmpeg.probe(made, &share.processes).await?);
+            Ok::<_, GatewayError>(Facts::Clip(ClipFacts { probe, file_bytes, rewritten_pixels }))
         };
         let key = FactsKey::Content(sha256, MediaKind::Video);
-        let Facts::Clip(probe) = self.facts.get_or_make(key, Facts::bytes, look).await? else {
+        let Facts::Clip(facts) = self.facts.get_or_make(key, Facts::bytes, look).await? else {
             return Err(GatewayError::internal("a clip's facts are those of something else"));
         };
+        hold(&mut held, facts.file_bytes)?;
         let data = match file.into_inner() {
             Some(file) => ClipData::File(file),
-            None => ClipData::Unread(data),
+            None => {
+                // it may yet have to be made, for this request as well
+                share.rewrite(facts.rewritten_pixels, &self.limits)?;
+                ClipData::Unread(data)
+            }
         };
-        Ok(Content::Clip { data, probe })
+        Ok(Content::Clip { data, probe: facts.probe })
     }
+}
 
-    /// A clip's bytes where FFmpeg finds them, in a form that it reads.
-    ///
-    /// # Errors
-    /// `MediaRejected` for an animation that is damaged or passes a limit; `Internal` if the system
-    /// gave no memory.
-    pub(super) async fn clip_file(
-        &self,
-        bytes: Bytes,
-        share: &Share,
-    ) -> Result<MemoryFile, GatewayError> {
-        let animation = WebpAnimation::read(&bytes).map_err(media_refusal)?;
-        let cost = animation.map_or(bytes.len() as u64, |animation| animation.pixels());
-        if let Some(animation) = animation {
-            limits::check_animation(animation, &self.limits)?;
-        }
-        let max_bytes = usize::try_from(self.max_bytes).unwrap_or(usize::MAX);
-        let making = self.rooms.run(share, cost, move |watch| {
-            let Some(animation) = animation else { return Ok(MemoryFile::new(&bytes)) };
-            let is_wanted = &mut || watch.check() != Err(Left);
-            let made = animation.as_png(&bytes, max_bytes, is_wanted)?;
-            Ok::<_, MediaError>(MemoryFile::new(&made.unwrap_or_default()))
-        });
-        making.await?.map_err(media_refusal)?.map_err(|error| memory_failure(&error))
-    }
+/// Sees to it that the budget knows of so many bytes, if there is one.
+fn hold(held: &mut Option<Held<'_>>, bytes: u64) -> Result<(), GatewayError> {
+    held.as_mut().map_or(Ok(()), |(admission, lease)| admission.grow(lease, bytes))
 }
 
 /// Whether the header takes more than a look: the boxes of AVIF refer to each other all over it.

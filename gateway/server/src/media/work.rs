@@ -1,11 +1,14 @@
 //! Threads and memory for pixels: bounded, and shared fairly among requests by cost.
 
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, OnceLock, Weak};
 
 use tokio::runtime::Runtime;
 
 use super::allowance::Taken;
 use super::fair::{FairQueue, Flow, Place};
+use super::limits;
+use crate::config::MediaLimits;
 use crate::error::GatewayError;
 use crate::priority;
 
@@ -27,9 +30,20 @@ pub struct Share {
     pub processes: Flow,
     /// What its media count to its tenant, as long as there are any.
     taken: OnceLock<Taken>,
+    /// Pixels of all animations that are decoded only to be written in another form.
+    rewritten: AtomicU64,
 }
 
 impl Share {
+    /// Counts an animation of so many pixels before it is rewritten.
+    ///
+    /// # Errors
+    /// `MediaRejected` if those of the request come to more than its limit.
+    pub fn rewrite(&self, pixels: u64, limits: &MediaLimits) -> Result<(), GatewayError> {
+        let before = self.rewritten.fetch_add(pixels, Ordering::Relaxed);
+        limits::check_rewritten(before.saturating_add(pixels), limits)
+    }
+
     /// Keeps what the request has taken, to be given back with the last of its media.
     pub fn hold(&self, taken: Option<Taken>) {
         if let Some(taken) = taken {
@@ -76,6 +90,12 @@ impl WorkRooms {
     /// Memory for one item's decoding; a larger item than there is memory has it all.
     pub async fn memory(&self, share: &Share, bytes: u64) -> Place {
         self.memory.enter(&share.memory, bytes, bytes).await
+    }
+
+    /// Items that wait for memory.
+    #[cfg(test)]
+    pub fn waiting_for_memory(&self) -> usize {
+        self.memory.waiting()
     }
 
     /// Runs one piece of work that costs about `cost` pixels. Dropping the future before its turn

@@ -316,7 +316,7 @@ fn unavailable(missing: &str) -> GatewayError {
     GatewayError::new(ErrorKind::MediaUnavailable, format!("clips cannot be read: {missing}"))
 }
 
-fn too_slow(limit: Duration) -> GatewayError {
+pub(super) fn too_slow(limit: Duration) -> GatewayError {
     GatewayError::new(
         ErrorKind::DeadlineExceeded,
         format!("reading the clip took longer than {} s", limit.as_secs()),
