@@ -77,6 +77,21 @@ fn missing_files_are_named() {
 }
 
 #[test]
+fn the_generation_config_says_what_requests_leave_open() {
+    let checkpoint = Checkpoint::new();
+    checkpoint.edit(
+        "generation_config.json",
+        "\"temperature\": 1.0",
+        "\"min_p\": 0.125, \"temperature\": 0.5",
+    );
+    checkpoint.edit("generation_config.json", "\"top_p\": 0.95", "\"top_p\": 0.75");
+    checkpoint.edit("generation_config.json", "\"top_k\": 40", "\"top_k\": 7");
+    let defaults = open(checkpoint.0.path(), OPTIONS).unwrap().defaults;
+    let found = (defaults.temperature, defaults.top_p, defaults.top_k, defaults.min_p);
+    assert_eq!(found, (0.5, 0.75, 7, 0.125));
+}
+
+#[test]
 fn contradictions_and_wrong_values_are_named() {
     for (file, from, to, parts) in [
         ("config.json", "\"minimax_m3_vl\"", "\"llama\"", ["\"llama\"", "minimax_m3_vl"]),
