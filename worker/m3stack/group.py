@@ -208,7 +208,8 @@ class RankGroup:
         threading.Thread(
             target=break_off, args=(self.joined,), name="m3stack-break-off", daemon=True
         ).start()
-        self._release()
+        # a recorded step that hangs is not given back: this must not keep the process from its end
+        threading.Thread(target=self._release, name="m3stack-release", daemon=True).start()
         if not self._stopped.wait(OUTLIVE_S):
             _log.critical("rank_lost what=the worker hangs, and is ended")
             os._exit(EXIT_FAILED)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -132,3 +133,21 @@ def test_a_schema_that_the_compiler_cannot_hold_is_refused(
     with pytest.raises(WorkerError, match=r"too (big|complex)") as caught:
         compiler.submit(Constraint(ConstraintKind.JSON_SCHEMA, text)).result(timeout=60)
     assert caught.value.kind is ErrorKind.INVALID_REQUEST
+
+
+def test_a_constraint_that_could_not_be_compiled_now_is_compiled_when_it_is_asked_for_again(
+    compiler: GrammarCompiler, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    constraint = Constraint(ConstraintKind.REGEX, "[ab]+")
+
+    def cannot_start(_: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    # the compiler's own thread runs already
+    compiler.submit(Constraint(ConstraintKind.REGEX, "c")).result()
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", cannot_start)
+        with pytest.raises(WorkerError, match="cannot be compiled now") as refusal:
+            compiler.submit(constraint).result()
+    assert refusal.value.kind is ErrorKind.OVERLOADED
+    assert compiler.submit(constraint).result().matcher() is not None

@@ -261,4 +261,6 @@ def _part_of(rows: PagedRows, first: int, last: int, num_tokens: int) -> PagedRo
         query_start_S1=(start_S1.clamp(first, last) - first).to(torch.int32),
         seq_lens_S=seq_lens_S.to(torch.int32),
         max_query_len=min(rows.max_query_len, last - first),
+        # those of the whole step are none of the part's
+        host=None,
     )

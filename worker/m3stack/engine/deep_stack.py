@@ -11,6 +11,12 @@ from typing import TypeVar
 STACK_BYTES = 512 << 20
 
 Result = TypeVar("Result")
+
+
+class NoThreadError(Exception):
+    """A thread with so much room could not be started."""
+
+
 _lock = threading.Lock()
 
 
@@ -18,7 +24,7 @@ def on_deep_stack(work: Callable[[], Result]) -> Result:
     """What `work` returns or raises, done on a thread of its own with a stack of `STACK_BYTES`.
 
     Raises:
-        RuntimeError: such a thread could not be started.
+        NoThreadError: such a thread could not be started.
     """
     outcome: Future[Result] = Future()
 
@@ -34,6 +40,8 @@ def on_deep_stack(work: Callable[[], Result]) -> Result:
         try:
             thread = threading.Thread(target=run, name="m3stack-deep", daemon=True)
             thread.start()
+        except RuntimeError as error:
+            raise NoThreadError(str(error)) from error
         finally:
             threading.stack_size(usual)
     thread.join()

@@ -1,8 +1,9 @@
 """The main loop: drain the inbox, turn a step, deliver what it gave.
 
 One thread owns everything that changes: scheduler, pages, runner. Everyone else posts to the
-inbox. While a step computes, the thread lends all but the runner to whoever cancels a request: a
-client that has left holds nothing until the end of a long step. Whatever happens, every submitted
+inbox. While a step computes, the thread lends all but the runner to whoever cancels a request (under
+the lock of `Leaving`): a client that has left keeps neither pages nor a place until the end of a long
+step. Whatever happens, every submitted
 request gets exactly one Finished or Failed, unless it was cancelled, which gets nothing more.
 """
 
@@ -313,8 +314,10 @@ class Engine:
 
     def _forget(self, handle: int) -> None:
         sequence = self._live.pop(handle)
-        self._runner.forget(handle)
-        self._media.release([item.key for item in sequence.media])
+        try:
+            self._runner.forget(handle)
+        finally:
+            self._media.release([item.key for item in sequence.media])
 
     def _close(self, failure: BaseException | None) -> None:
         """Ends every request, those still in the inbox included."""

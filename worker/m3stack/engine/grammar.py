@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from m3stack.engine.deep_stack import on_deep_stack
+from m3stack.engine.deep_stack import NoThreadError, on_deep_stack
 from m3stack.engine.endless import is_endless
 from m3stack.errors import ErrorKind, WorkerError
 from m3stack.types import Constraint, ConstraintKind
@@ -116,7 +116,10 @@ class GrammarCompiler:
         # chain of the thousands that a specification has room for would end the process
         try:
             return on_deep_stack(lambda: self._compile(kind, text))
-        except RuntimeError as error:
+        except NoThreadError as error:
+            # that passes: whoever asks next is to have another try
+            with self._lock:
+                self._known.pop((kind, text), None)
             raise WorkerError(ErrorKind.OVERLOADED, f"cannot be compiled now: {error}") from error
 
     def _compile(self, kind: ConstraintKind, text: str) -> Grammar:

@@ -23,7 +23,7 @@ class Leaving:
         # held by whoever works on the state
         self._lock = threading.Lock()
         self._asked: deque[int] = deque()
-        self._ended: list[int] = []
+        self._ended: deque[int] = deque()
 
     def take(self) -> None:
         """The engine thread begins to work on the state."""
@@ -47,9 +47,9 @@ class Leaving:
             yield
         finally:
             self._lock.acquire()
-            for handle in self._ended:
-                self._forget(handle)
-            self._ended.clear()
+            while self._ended:
+                # once, whatever comes of it
+                self._forget(self._ended.popleft())
 
     def _settle(self) -> None:
         while self._asked and self._lock.acquire(blocking=False):
