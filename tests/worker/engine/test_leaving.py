@@ -57,9 +57,12 @@ def test_who_is_not_known_yet_is_left_to_the_message_behind_the_submission() -> 
 def test_each_is_let_go_of_once_though_it_fails() -> None:
     requests = _Requests(1, 2, stubborn=frozenset({1}))
     leaving = _leaving(requests)
-    with pytest.raises(ConnectionError, match="of 1"), leaving.waiting():
-        leaving.ask(1)
-        leaving.ask(2)
+    step = leaving.waiting()
+    step.__enter__()
+    leaving.ask(1)
+    leaving.ask(2)
+    with pytest.raises(ConnectionError, match="of 1"):
+        step.__exit__(None, None, None)
     with leaving.waiting():
         pass
     assert requests.forgotten == [1, 2]
@@ -68,7 +71,12 @@ def test_each_is_let_go_of_once_though_it_fails() -> None:
 def test_a_step_that_fails_keeps_nobody() -> None:
     requests = _Requests(1)
     leaving = _leaving(requests)
-    with pytest.raises(ValueError, match="the step"), leaving.waiting():
-        leaving.ask(1)
-        raise ValueError("the step")
+
+    def step() -> None:
+        with leaving.waiting():
+            leaving.ask(1)
+            raise ValueError("the step")
+
+    with pytest.raises(ValueError, match="the step"):
+        step()
     assert requests.forgotten == [1]
