@@ -1,5 +1,6 @@
 //! Accepts connections, and lets them end in order when the gateway stops.
 
+use std::pin::Pin;
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -11,6 +12,7 @@ use hyper_util::rt::{TokioIo, TokioTimer};
 use tokio::io::{AsyncRead, AsyncWrite};
 use tokio::net::{TcpListener, TcpStream};
 use tokio::task::JoinSet;
+use tokio_io_timeout::TimeoutWriter;
 use tokio_util::sync::CancellationToken;
 
 use super::auth::Door;
@@ -24,6 +26,10 @@ const HEAD_TIMEOUT: Duration = Duration::from_secs(30);
 const ACCEPT_PAUSE: Duration = Duration::from_millis(50);
 /// Time for aborted replies to tell their clients.
 const LAST_WORDS: Duration = Duration::from_secs(2);
+
+/// Time in which a client that has stopped reading has to take another byte. Its reply is read from the worker only as
+/// it is taken, and holds its place among the running ones that long.
+const READING_TIMEOUT: Duration = Duration::from_secs(60);
 
 /// Time for a client to greet by TLS.
 const GREETING_TIMEOUT: Duration = Duration::from_secs(10);
@@ -130,7 +136,7 @@ where
         .header_read_timeout(HEAD_TIMEOUT)
         // events are small: putting them together costs less than telling the system where each is
         .writev(false)
-        .serve_connection(TokioIo::new(stream), service);
+        .serve_connection(TokioIo::new(expecting(stream, READING_TIMEOUT)), service);
     let mut serving = std::pin::pin!(serving);
     let mut reading = std::pin::pin!(reading);
     // replies first, then the rest of what they refused, which is never all
@@ -149,5 +155,38 @@ where
     };
     if let Err(error) = outcome {
         tracing::debug!(%error, "a connection ended early");
+    }
+}
+
+/// The stream, whose writes fail once the other end has taken nothing for `limit`.
+fn expecting<S: AsyncWrite>(stream: S, limit: Duration) -> Pin<Box<TimeoutWriter<S>>> {
+    let mut writer = TimeoutWriter::new(stream);
+    writer.set_timeout(Some(limit));
+    Box::pin(writer)
+}
+
+#[cfg(test)]
+mod tests {
+    use std::io::ErrorKind;
+
+    use tokio::io::{AsyncReadExt, AsyncWriteExt};
+
+    use super::*;
+
+    #[tokio::test]
+    async fn a_client_that_reads_is_served_and_one_that_has_stopped_is_not() {
+        let (ours, mut theirs) = tokio::io::duplex(8);
+        let mut ours = expecting(ours, Duration::from_secs(3600));
+        let reader = tokio::spawn(async move {
+            let mut taken = [0; 40];
+            theirs.read_exact(&mut taken).await.expect("bytes of ours");
+        });
+        ours.write_all(&[7; 40]).await.expect("it is read");
+        reader.await.expect("a reader that ended");
+
+        let (ours, _silent) = tokio::io::duplex(8);
+        let mut ours = expecting(ours, Duration::from_millis(50));
+        let outcome = ours.write_all(&[7; 40]).await;
+        assert_eq!(outcome.expect_err("nobody reads").kind(), ErrorKind::TimedOut);
     }
 }

@@ -15,8 +15,11 @@ use super::gathered::Gathered;
 const CONNECT_TIMEOUT: Duration = Duration::from_secs(2);
 /// A connection whose other end is gone without a word is found dead after these two.
 const KEEP_ALIVE: (Duration, Duration) = (Duration::from_secs(10), Duration::from_secs(5));
-/// Token replies are small; windows this size never throttle them.
-const WINDOW_BYTES: u32 = 1 << 20;
+/// What a reply may have sent that nobody has read: a thousand tokens and more.
+const STREAM_BYTES: u32 = 256 << 10;
+/// The same for all replies together, as much as thousands of clients that stopped reading can leave: they must
+/// not hold up those of others, nor what the worker says of itself.
+const CONNECTION_BYTES: u32 = 1 << 30;
 
 /// A channel to a worker, connected when it is first needed and again when it breaks.
 ///
@@ -30,8 +33,8 @@ pub(super) fn open(
         .connect_timeout(CONNECT_TIMEOUT)
         .http2_keep_alive_interval(KEEP_ALIVE.0)
         .keep_alive_timeout(KEEP_ALIVE.1)
-        .initial_stream_window_size(WINDOW_BYTES)
-        .initial_connection_window_size(16 * WINDOW_BYTES);
+        .initial_stream_window_size(STREAM_BYTES)
+        .initial_connection_window_size(CONNECTION_BYTES);
     let endpoint = match tls {
         Some(tls) if address.uri.starts_with("https://") => {
             let tls = match &address.tls_name {
