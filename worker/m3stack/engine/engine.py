@@ -1,8 +1,8 @@
 """The main loop: drain the inbox, turn a step, deliver what it gave.
 
 One thread owns everything that changes: scheduler, pages, runner. Everyone else posts to the
-inbox. While a step computes, it lends all but the runner to whoever cancels a request, under the lock
-of `Leaving`: a client that has left keeps no pages and no place until a long step ends.
+inbox. While a step computes, it lends all but the runner to whoever cancels a request, under the
+lock of `Leaving`: a client that has left keeps no pages and no place until a long step ends.
 Whatever happens, every submitted request gets exactly one Finished or Failed, unless it
 was cancelled, which gets nothing more.
 """
