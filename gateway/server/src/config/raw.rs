@@ -79,10 +79,13 @@ const TUNING: &[(&str, &str)] = &[
     ("max_video_processes", "FFmpeg processes at once [half the cores, at least 1]."),
     (
         "media_proxy",
-        "HTTP proxy that media are fetched through, http://host:port; names are resolved by it [none].",
+        "HTTP proxy that media are fetched through, http://host:port; it resolves names: list allowed_media_hosts [none].",
     ),
     ("media_root", "Directory whose files requests may name as file:///... [none]."),
-    ("media_timeout_s", "Time for fetching one item, and for each FFmpeg run [60]."),
+    (
+        "media_timeout_s",
+        "Time for fetching one item, rewriting an animation, and each FFmpeg run [60].",
+    ),
     (
         "max_queue_wait_s",
         "Requests are answered 429 while every worker has prompts of more than this waiting; 0: never [0].",

@@ -184,7 +184,7 @@ mod tests {
         let elsewhere = loader.rooms.memory(&Share::default(), 1 << 29).await;
 
         assert!(file_of(&loader, Bytes::from_static(MOVING)).await.is_ok(), "a small one fits");
-        let mut large = Box::pin(file_of(&loader, bomb(700)));
+        let mut large = Box::pin(file_of(&loader, bomb(1)));
         while loader.rooms.waiting_for_memory() == 0 {
             let made = futures::poll!(large.as_mut());
             assert!(made.is_pending(), "nothing has become of it yet");
